@@ -1,0 +1,473 @@
+"""Exact algebra on IR expressions, one cell at a time.
+
+An expression with conditions is smooth inside a *cell*: a region where every comparison it makes has a known sign.
+`cells` walks through all cells that can be told apart; inside one, an expression is a Laurent polynomial with
+rational coefficients over *atoms* (probabilities, the advantage, parameters, counts, opaque functions), so two
+expressions are equal there iff their polynomials are.
+
+Probabilities are atoms exp(log p) > 0 and ratios are their quotients: r * c = rho needs no rule of its own.
+Comparisons are decided by linear arithmetic (Fourier-Motzkin) over the monomials, each taken as a variable whose
+sign is known. That is sound: a cell called infeasible is empty. It is not complete: a cell may be kept although no
+real numbers satisfy it, so a difference found in it must be confirmed by numbers (`prove` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from . import ir
+from .axes import Axis
+from .ir import Node
+from .primitives import COUNTS
+
+Exponent = int | Fraction  # an int wherever it is whole: monomials are dictionary keys, and ints hash fast
+Monomial = tuple[tuple[int, Exponent], ...]  # (atom, exponent), by atom
+Poly = dict[Monomial, Fraction]
+
+_ONE: Monomial = ()
+MAX_TERMS = 200
+MAX_CONSTRAINTS = 300
+MAX_CELLS = 4000
+
+
+class GiveUp(Exception):
+    """The expressions are too large for exact algebra."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """The sign (-1, 0, 1) of left - right, whose polynomial is `poly`."""
+
+    poly: tuple[tuple[Monomial, Fraction], ...]
+    sign: int
+    left: Node
+    right: Node
+
+
+class Split(Exception):
+    """The sign of left - right is not known in this cell."""
+
+    def __init__(self, poly: Poly, left: Node, right: Node) -> None:
+        super().__init__()
+        self.poly, self.left, self.right = poly, left, right
+
+
+@dataclass(frozen=True)
+class _Atom:
+    positive: bool  # > 0
+    low: Fraction | None  # a lower and an upper bound, if any
+    high: Fraction | None
+    axis: Axis
+    node: Node | None  # what it stands for, where that is one node
+
+
+class Algebra:
+    """The atoms of one proof.
+
+    `bounds` gives a parameter's (min, max). `opaque` nodes are atoms as a whole: what is equal for every value of
+    them is equal for the value they have.
+    """
+
+    def __init__(self, bounds: Mapping[str, tuple[float | None, float | None]], opaque: tuple[Node, ...] = ()) -> None:
+        self._bounds = bounds
+        self._opaque_nodes = opaque
+        self._atoms: list[_Atom] = []
+        self._index: dict[object, int] = {}
+        self._signs: dict[object, int | None] = {}
+        self._alive: list[Fact] = []
+
+    # --- atoms ----------------------------------------------------------------------------------------------------
+
+    def _atom(self, key: object, positive: bool, axis: Axis, node: Node | None = None,
+              low: Fraction | None = None, high: Fraction | None = None) -> Poly:
+        if key not in self._index:
+            self._index[key] = len(self._atoms)
+            self._atoms.append(_Atom(positive, low, high, axis, node))
+        return {((self._index[key], 1),): Fraction(1)}
+
+    def _opaque(self, node: Node) -> Poly:
+        return self._atom(("node", id(node)), False, node.axis, node)
+
+    def _leaf(self, node: Node) -> Poly:
+        match node.op:
+            case "param":
+                low, high = self._bounds.get(str(node.attr), (None, None))
+                return self._atom(("leaf", id(node)), low is not None and low > 0, Axis.CONSTANT, node,
+                                  None if low is None else Fraction(str(low)), None if high is None else Fraction(str(high)))
+            case "logratio":
+                above, below = ir.RATIOS[str(node.attr)]
+                return _sub(self._leaf(ir.logp(above, node.axis)), self._leaf(ir.logp(below, node.axis)))
+            case "input" if node.attr in COUNTS:  # a live token has a live answer: counts are at least one
+                return self._atom(("leaf", id(node)), True, node.axis, node, low=Fraction(1))
+        return self._atom(("leaf", id(node)), False, node.axis, node)
+
+    def _exp(self, power: Poly) -> Poly:
+        """e ** power as one monomial: each term c * m becomes the positive atom e ** m to the power c."""
+        result: dict[int, Exponent] = {}
+        for monomial, coefficient in power.items():
+            axis = max((self._atoms[a].axis for a, _ in monomial), default=Axis.CONSTANT)
+            (((made, _),),) = self._atom(("exp", monomial), True, axis)
+            result[made] = _whole(coefficient)
+        return {tuple(sorted(result.items())): Fraction(1)}
+
+    def _log(self, p: Poly) -> Poly | None:
+        if len(p) != 1:
+            return None
+        ((monomial, coefficient),) = p.items()
+        keys = {index: key for key, index in self._index.items()}
+        if coefficient != 1 or any(not (isinstance(keys[a], tuple) and keys[a][0] == "exp") for a, _ in monomial):
+            return None
+        result: Poly = {}
+        for atom, exponent in monomial:
+            key = keys[atom]
+            assert isinstance(key, tuple)
+            result = _add(result, {key[1]: Fraction(exponent)})
+        return result
+
+    def _invert(self, p: Poly) -> Poly:
+        if not p:
+            return {}  # x / 0 is 0
+        if len(p) == 1:
+            ((monomial, coefficient),) = p.items()
+            return {tuple((a, -e) for a, e in monomial): 1 / coefficient}
+        content, primitive, scale = self._primitive(p)
+        axis = max(self._atoms[a].axis for m in primitive for a, _ in m)
+        inverse = self._atom(("inverse", _key(primitive)), False, axis)
+        return _mul(inverse, {tuple((a, -e) for a, e in content): 1 / scale})
+
+    def _primitive(self, p: Poly) -> tuple[Monomial, Poly, Fraction]:
+        """p = scale * content * primitive: the common monomial taken out, the first coefficient made +1 or -1."""
+        common: dict[int, Exponent] = {}
+        atoms = {a for m in p for a, _ in m}
+        for atom in sorted(atoms):
+            least = min(dict(m).get(atom, 0) for m in p)
+            if least:
+                common[atom] = least
+        content = tuple(sorted(common.items()))
+        divisor: Poly = {tuple((a, -e) for a, e in content): Fraction(1)}
+        rest = _mul(p, divisor)
+        scale = abs(rest[min(rest)])
+        return content, {m: c / scale for m, c in rest.items()}, scale
+
+    # --- expressions ------------------------------------------------------------------------------------------------
+
+    def poly(self, node: Node, facts: tuple[Fact, ...]) -> Poly:
+        """The polynomial of a real expression in the cell that the facts describe.
+
+        Raises:
+            Split: a comparison in it is not decided by the facts.
+            GiveUp: the polynomial is too large.
+        """
+        memo: dict[int, Poly] = {}
+        return self._poly(node, facts, memo)
+
+    def _poly(self, node: Node, facts: tuple[Fact, ...], memo: dict[int, Poly]) -> Poly:
+        known = memo.get(id(node))
+        if known is None:
+            known = memo[id(node)] = self._expand(node, facts, memo)
+            if len(known) > MAX_TERMS:
+                raise GiveUp
+        return known
+
+    def _expand(self, node: Node, facts: tuple[Fact, ...], memo: dict[int, Poly]) -> Poly:
+        if node.args and node in self._opaque_nodes:
+            return self._opaque(node)
+        match node.op:
+            case "const":
+                assert isinstance(node.attr, Fraction)
+                return {_ONE: node.attr} if node.attr else {}
+            case "param" | "logp" | "logratio" | "input":
+                return self._leaf(node)
+            case "where":  # only the branch that is taken may split the cell further
+                return self._poly(node.args[1] if self.truth(node.args[0], facts, memo) else node.args[2], facts, memo)
+            case "reduce":
+                return self._reduce(node, facts)
+        args = [self._poly(a, facts, memo) for a in node.args]
+        match node.op:
+            case "add":
+                return _add(*args)
+            case "sub":
+                return _sub(*args)
+            case "neg":
+                return _sub({}, args[0])
+            case "mul":
+                return _mul(*args)
+            case "div":
+                if len(args[1]) > 1 and self.sign(args[1], facts) == 0:
+                    return {}
+                return _mul(args[0], self._invert(args[1]))
+            case "pow":
+                exponent = args[1].get(_ONE) if set(args[1]) <= {_ONE} else None
+                if exponent is not None and exponent.denominator == 1 and abs(exponent) <= 6:
+                    base = args[0] if exponent > 0 else self._invert(args[0])
+                    result: Poly = {_ONE: Fraction(1)}
+                    for _ in range(abs(int(exponent))):
+                        result = _mul(result, base)
+                    return result
+            case "exp":
+                return self._exp(args[0])
+            case "log":
+                lifted = self._log(args[0])
+                if lifted is not None:
+                    return lifted
+            case "sg":
+                return args[0]
+            case "abs":
+                return args[0] if self._sign_or_split(args[0], node.args[0], ir.ZERO, facts) >= 0 else _sub({}, args[0])
+            case "min" | "max":
+                sign = self._sign_or_split(_sub(*args), node.args[0], node.args[1], facts)
+                return args[0] if (sign <= 0) == (node.op == "min") else args[1]
+            case "clip":
+                x, low, high = args
+                if self._sign_or_split(_sub(x, low), node.args[0], node.args[1], facts) < 0:
+                    x = low
+                    return x if self._sign_or_split(_sub(low, high), node.args[1], node.args[2], facts) <= 0 else high
+                return x if self._sign_or_split(_sub(x, high), node.args[0], node.args[2], facts) <= 0 else high
+        positive = node.op in ("sigmoid", "sqrt")
+        return self._atom((node.op, tuple(map(_key, args))), positive, node.axis, node)
+
+    def _reduce(self, node: Node, facts: tuple[Fact, ...]) -> Poly:
+        """A sum or mean over tokens is linear; other reductions are opaque.
+
+        What is known of one token is not known of its neighbours, so only facts about coarser values enter.
+        """
+        assert isinstance(node.attr, tuple)
+        kind, suffix = node.attr
+        if suffix != "t" or kind not in ("sum", "mean"):
+            return self._opaque(node)
+        coarse = tuple(f for f in facts if all(self._atoms[a].axis <= Axis.SEQUENCE for m, _ in f.poly for a, _ in m))
+        try:
+            inside = self.poly(node.args[0], coarse)
+        except Split as split:
+            if all(self._atoms[a].axis <= Axis.SEQUENCE for m in split.poly for a, _ in m):
+                raise
+            return self._opaque(node)
+        length = self._leaf(ir.value("len", Axis.SEQUENCE))
+        total: Poly = {}
+        for monomial, coefficient in inside.items():
+            fine = tuple((a, e) for a, e in monomial if self._atoms[a].axis > Axis.SEQUENCE)
+            outside: Poly = {tuple(x for x in monomial if x not in fine): coefficient}
+            summed = self._atom(("sum_t", fine), False, Axis.SEQUENCE) if fine else length
+            total = _add(total, _mul(outside, summed))
+        return total if kind == "sum" else _mul(total, self._invert(length))
+
+    # --- signs --------------------------------------------------------------------------------------------------------
+
+    def truth(self, node: Node, facts: tuple[Fact, ...], memo: dict[int, Poly]) -> bool:
+        match node.op:
+            case "true" | "false":
+                return node.op == "true"
+            case "not":
+                return not self.truth(node.args[0], facts, memo)
+            case "and":
+                return self.truth(node.args[0], facts, memo) and self.truth(node.args[1], facts, memo)
+            case "or":
+                return self.truth(node.args[0], facts, memo) or self.truth(node.args[1], facts, memo)
+            case "lt" | "le" | "eq":
+                left, right = (self._poly(a, facts, memo) for a in node.args)
+                sign = self._sign_or_split(_sub(left, right), node.args[0], node.args[1], facts)
+                return sign < 0 if node.op == "lt" else sign <= 0 if node.op == "le" else sign == 0
+        flag = self._opaque(node)  # any_t(...): true or false as a whole
+        half = {_ONE: Fraction(1, 2)}
+        return self._sign_or_split(_sub(flag, half), ir.where(node, ir.ONE, ir.ZERO), ir.const(Fraction(1, 2)), facts) > 0
+
+    def _sign_or_split(self, p: Poly, left: Node, right: Node, facts: tuple[Fact, ...]) -> int:
+        sign = self.sign(p, facts)
+        if sign is not None:
+            return sign
+        content, primitive, _ = self._primitive(p)
+        for atom, _ in content:  # first the factors (the advantage), then what is left
+            here = self._atoms[atom]
+            if not here.positive and self.sign(_single(atom), facts) is None:
+                raise Split(_single(atom), here.node or left, ir.ZERO if here.node else right)
+        raise Split(primitive if self._content_sign(content, facts) > 0 else {m: -c for m, c in primitive.items()}, left, right)
+
+    def _content_sign(self, content: Monomial, facts: tuple[Fact, ...]) -> int:
+        result = 1
+        for atom, exponent in content:
+            if not self._atoms[atom].positive and exponent.denominator == 1 and int(exponent) % 2:
+                result *= self.sign(_single(atom), facts) or 0
+        return result
+
+    def sign(self, p: Poly, facts: tuple[Fact, ...]) -> int | None:
+        """The sign of a polynomial everywhere in the cell: -1, 0 or 1; None where it varies or is not known."""
+        if not p:
+            return 0
+        content, primitive, _ = self._primitive(p)
+        outer = 1
+        for atom, exponent in content:
+            if self._atoms[atom].positive:
+                continue
+            sign = self._linear_sign(_single(atom), facts)
+            if sign == 0:
+                return 0
+            if sign is None or exponent.denominator != 1:
+                outer = 0
+            elif int(exponent) % 2:
+                outer *= sign
+        inner = self._linear_sign(primitive, facts)
+        if inner == 0:
+            return 0
+        return None if inner is None or outer == 0 else inner * outer
+
+    def _linear_sign(self, p: Poly, facts: tuple[Fact, ...]) -> int | None:
+        if set(p) <= {_ONE}:
+            c = p.get(_ONE, Fraction(0))
+            return (c > 0) - (c < 0)
+        key = _key(p)
+        asked = (tuple(map(id, facts)), key)
+        if asked not in self._signs:
+            possible = [s for s in (1, 0, -1) if self.feasible((*facts, Fact(key, s, ir.ZERO, ir.ZERO)))]
+            self._signs[asked] = possible[0] if len(possible) == 1 else None
+            self._alive += facts  # so that their ids stay theirs
+        return self._signs[asked]
+
+    def feasible(self, facts: tuple[Fact, ...]) -> bool:
+        """Whether linear arithmetic over the monomials leaves room for these facts."""
+        equalities: list[Poly] = []
+        inequalities: list[tuple[Poly, bool]] = []  # p > 0 (strict) or p >= 0
+        for fact in facts:
+            p = dict(fact.poly)
+            if fact.sign == 0:
+                equalities.append(p)
+            else:
+                inequalities.append((p if fact.sign > 0 else {m: -c for m, c in p.items()}, True))
+        inequalities += self._known({m for f in facts for m, _ in f.poly})
+        return _satisfiable(equalities, inequalities)
+
+    def _known(self, monomials: set[Monomial]) -> list[tuple[Poly, bool]]:
+        """What holds of these monomials in every cell: signs of products of positive atoms, parameters' bounds."""
+        known: list[tuple[Poly, bool]] = []
+        for monomial in sorted(monomials):
+            odd = [(a, e) for a, e in monomial if not self._atoms[a].positive]
+            if not odd and monomial:
+                known.append(({monomial: Fraction(1)}, True))
+            if monomial and all(e.denominator == 1 and int(e) % 2 == 0 for _, e in odd):
+                known.append(({monomial: Fraction(1)}, False))
+            for atom, exponent in monomial:
+                rest = tuple((a, e) for a, e in monomial if a != atom)
+                here = self._atoms[atom]
+                if exponent != 1 or any(not self._atoms[a].positive for a, _ in rest):
+                    continue
+                for bound, side in ((here.low, 1), (here.high, -1)):
+                    if bound is not None:
+                        known.append((_add({monomial: Fraction(side)}, {rest: -side * bound}), False))
+                        known += [({rest: Fraction(1)}, True)] if rest else []
+        return known
+
+    def cells(self, evaluate: Callable[[tuple[Fact, ...]], object], start: tuple[Fact, ...] = ()) -> Iterator[tuple[Fact, ...]]:
+        """Every cell in which `evaluate` can do without a Split, depth first; positive sides first."""
+        stack, seen = [start], 0
+        while stack:
+            facts = stack.pop()
+            seen += 1
+            if seen > MAX_CELLS:
+                raise GiveUp
+            try:
+                evaluate(facts)
+            except Split as split:
+                options = [(*facts, Fact(_key(split.poly), s, split.left, split.right)) for s in (-1, 0, 1)]
+                stack.extend(option for option in options if self.feasible(option))
+            else:
+                yield facts
+
+
+def _whole(x: Exponent) -> Exponent:
+    return int(x) if x.denominator == 1 else x
+
+
+def _single(atom: int) -> Poly:
+    return {((atom, 1),): Fraction(1)}
+
+
+def _key(p: Poly) -> tuple[tuple[Monomial, Fraction], ...]:
+    return tuple(sorted(p.items()))
+
+
+def _add(p: Poly, q: Poly, scale: Fraction = Fraction(1)) -> Poly:
+    result = dict(p)
+    for monomial, coefficient in q.items():
+        total = result.get(monomial, Fraction(0)) + scale * coefficient
+        if total:
+            result[monomial] = total
+        else:
+            result.pop(monomial, None)
+    return result
+
+
+def _sub(p: Poly, q: Poly) -> Poly:
+    return _add(p, q, Fraction(-1))
+
+
+def _mul(p: Poly, q: Poly) -> Poly:
+    if len(p) * len(q) > MAX_TERMS**2:
+        raise GiveUp
+    result: Poly = {}
+    for m, a in p.items():
+        for n, b in q.items():
+            exponents = dict(m)
+            for atom, e in n:
+                exponents[atom] = _whole(exponents.get(atom, 0) + e)
+            monomial = tuple(sorted((atom, e) for atom, e in exponents.items() if e))
+            result = _add(result, {monomial: a * b})
+    return result
+
+
+Row = dict[int, Fraction]  # a linear form: variable -> coefficient; variable 0 is the number one
+
+
+def _satisfiable(equalities: list[Poly], inequalities: list[tuple[Poly, bool]]) -> bool:
+    """Fourier-Motzkin elimination over the rationals; True also where it grows too large to decide."""
+    numbers: dict[Monomial, int] = {_ONE: 0}
+
+    def row(p: Poly) -> Row:
+        return {numbers.setdefault(m, len(numbers)): c for m, c in p.items()}
+
+    pending = [row(p) for p in equalities]
+    rows = [(row(p), strict) for p, strict in inequalities]
+    while pending:
+        p = pending.pop()
+        variable = max(p, default=0)
+        if variable == 0:
+            if p:
+                return False
+            continue
+        pivot = p[variable]
+        pending = [_combine(r, p, -r[variable] / pivot) if variable in r else r for r in pending]
+        rows = [(_combine(r, p, -r[variable] / pivot), s) if variable in r else (r, s) for r, s in rows]
+    while True:
+        rest: dict[object, tuple[Row, bool]] = {}
+        for p, strict in rows:
+            if any(p):  # a variable besides the number one
+                scale = abs(p[max(p)])
+                p = {v: c / scale for v, c in p.items()} if scale != 1 else p
+                rest[(tuple(sorted(p.items())), strict)] = (p, strict)
+            elif p.get(0, 0) < 0 or (strict and not p):
+                return False
+        if not rest:
+            return True
+        above_below: dict[int, list[int]] = {}
+        for p, _ in rest.values():
+            for v, c in p.items():
+                if v:
+                    above_below.setdefault(v, [0, 0])[c < 0] += 1
+        variable = min(above_below, key=lambda v: (above_below[v][0] * above_below[v][1], v))
+        above = [(p, s) for p, s in rest.values() if p.get(variable, 0) > 0]
+        below = [(p, s) for p, s in rest.values() if p.get(variable, 0) < 0]
+        rows = [(p, s) for p, s in rest.values() if variable not in p]
+        if len(rows) + len(above) * len(below) > MAX_CONSTRAINTS:
+            return True
+        rows += [(_combine(p, q, -p[variable] / q[variable]), s or t) for p, s in above for q, t in below]
+
+
+def _combine(p: Row, q: Row, scale: Fraction) -> Row:
+    result = dict(p)
+    for v, c in q.items():
+        total = result.get(v, 0) + scale * c
+        if total:
+            result[v] = Fraction(total)
+        else:
+            result.pop(v, None)
+    return result
