@@ -59,6 +59,7 @@ class Lowering:
 
     def key(self, key: str, text: Text, side: str = "loss", want: str = "number", finest: Axis = Axis.TOKEN) -> Node:
         """The IR of one key of the spec; `want` is "number" or "condition", `finest` the finest axis it may have."""
+        self._calls = 0
         here = _Here(text, side)
         node = self._condition(self._tree(text), here) if want == "condition" else self._number(self._tree(text), here)
         if node is not POISON and node.axis > finest:
@@ -131,7 +132,7 @@ class Lowering:
             case ast.Binary():
                 left, right = self._number(expr.left, here), self._number(expr.right, here)
                 if expr.op == "div" and right is ir.ZERO:
-                    return self._error("E0411", here, expr, "division by zero", "")
+                    return self._error("E0412", here, expr, "this divides by zero", "")
                 op = {"add": ir.add, "sub": ir.sub, "mul": ir.mul, "div": ir.div, "pow": ir.power}[expr.op]
                 return op(left, right)
             case ast.Compare():

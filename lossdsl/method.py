@@ -204,7 +204,7 @@ def lower_spec(doc: SpecDoc) -> Method:
 
     method = Method(doc, T if given else None, f if given else None, W if given else None, kappa, objective or ir.ZERO,
                     normaliser, tuple(terms), advantage, reward, keep, lowering.hints, lowering.origin)
-    if not any(node is POISON for node in found.values()):
+    if not errors:
         errors += _meaning(method, lowering)
         if objective is None:
             method = replace(method, objective=canonical_objective(method))

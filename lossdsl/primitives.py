@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]
 Range = tuple[float, float]
 Partials = Callable[[Node], tuple[Node | None, ...]]
 
-LOG_FLOOR = 1e-38  # log(x) of anything smaller
+LOG_FLOOR = 1e-37  # log(x) of anything smaller; a normal float32
 EXP_CEILING = 20.0  # exp(x) of anything larger
 
 # Precedence of the emitted Python text, loosest first.

@@ -11,7 +11,6 @@ from ..method import Method
 from ..schedule import Schedule
 from ..specdoc import SpecDoc, Text
 from ..text import infix
-from .code import safe_name
 from .weights import Emitter
 
 VERSION = 1  # of the generated file's form; `verify` reads it
@@ -63,7 +62,7 @@ def class_part(method: Method) -> str:
         "LOCAL_STATISTICS": repr(schedule.local_statistics),
     }
     lines += [f"    {key} = {text}".replace("'", '"') for key, text in facts.items()]
-    lines += [f"    {name} = staticmethod({name})" for name in functions]
+    lines += [f"    {'kept' if name == 'keep' else name} = staticmethod({name})" for name in functions]
     return "\n".join([*lines, "", "", f"Loss = {class_name(method.name)}", ""])
 
 
@@ -197,6 +196,3 @@ def _string(text: str) -> str:
     """A Python literal in double quotes."""
     clean = _clean(text)
     return '"' + clean.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-__all__ = ["class_name", "class_part", "common_text", "content_hash", "member_text", "method_part", "module_text", "safe_name", "shared_text", "spec_hash"]

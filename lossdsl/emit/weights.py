@@ -82,8 +82,10 @@ class Emitter:
         for name in ("W", "T", "f"):
             body[name] = code.tensor(simple[name]) if name in simple else "None"
         for table in ("ratios", "limits", "outside", "grads"):
-            entries = [(n.removeprefix(f"{table}/"), code.tensor(x)) for n, x in simple.items() if n.startswith(f"{table}/")]
-            body[table] = "{" + ", ".join(f'"{n}": {x}' for n, x in entries) + "}"
+            entries = [(n.removeprefix(f"{table}/"), code.tensor(x), x) for n, x in simple.items() if n.startswith(f"{table}/")]
+            if table == "ratios":
+                entries = [(n, f'({text}, "{_item(x)}")', x) for n, text, x in entries]
+            body[table] = "{" + ", ".join(f'"{n}": {text}' for n, text, _ in entries) + "}"
         body["centre"] = code.tensor(simple["centre"]) if "centre" in simple else "None"
         returned = [f"        {key}={text}," for key, text in body.items()]
         doc = '    """value = lambda * objective + terms and coef = d value / d logp of each token, and what the metrics show."""'
@@ -249,6 +251,11 @@ class Emitter:
     def _line(self, node: Node) -> str:
         origin = self.origin.get(id(node))
         return f"{origin[0]}, line {origin[1]}" if origin else ""
+
+
+def _item(node: Node) -> str:
+    """What one value of a ratio is per: a token or an answer."""
+    return "sequence" if node.axis <= Axis.SEQUENCE else "token"
 
 
 def _without_sums(roots: tuple[Node, ...], stop: set[int]) -> list[Node]:
