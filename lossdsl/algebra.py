@@ -13,6 +13,7 @@ real numbers satisfy it, so a difference found in it must be confirmed by number
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,11 +21,11 @@ from fractions import Fraction
 from . import ir
 from .axes import Axis
 from .ir import Node
-from .primitives import COUNTS
+from .primitives import COUNTS, Range, interval
 
-Exponent = int | Fraction  # an int wherever it is whole: monomials are dictionary keys, and ints hash fast
-Monomial = tuple[tuple[int, Exponent], ...]  # (atom, exponent), by atom
-Poly = dict[Monomial, Fraction]
+Exact = int | Fraction  # an int wherever it is whole: ints are much faster
+Monomial = tuple[tuple[int, Exact], ...]  # (atom, exponent), by atom
+Poly = dict[Monomial, Exact]
 
 _ONE: Monomial = ()
 MAX_TERMS = 200
@@ -40,7 +41,7 @@ class GiveUp(Exception):
 class Fact:
     """The sign (-1, 0, 1) of left - right, whose polynomial is `poly`."""
 
-    poly: tuple[tuple[Monomial, Fraction], ...]
+    poly: tuple[tuple[Monomial, Exact], ...]
     sign: int
     left: Node
     right: Node
@@ -57,8 +58,8 @@ class Split(Exception):
 @dataclass(frozen=True)
 class _Atom:
     positive: bool  # > 0
-    low: Fraction | None  # a lower and an upper bound, if any
-    high: Fraction | None
+    low: Exact | None  # a lower and an upper bound, if any
+    high: Exact | None
     axis: Axis
     node: Node | None  # what it stands for, where that is one node
 
@@ -76,19 +77,31 @@ class Algebra:
         self._atoms: list[_Atom] = []
         self._index: dict[object, int] = {}
         self._signs: dict[object, int | None] = {}
-        self._alive: list[Fact] = []
 
     # --- atoms ----------------------------------------------------------------------------------------------------
 
     def _atom(self, key: object, positive: bool, axis: Axis, node: Node | None = None,
-              low: Fraction | None = None, high: Fraction | None = None) -> Poly:
+              low: Exact | None = None, high: Exact | None = None) -> Poly:
         if key not in self._index:
             self._index[key] = len(self._atoms)
             self._atoms.append(_Atom(positive, low, high, axis, node))
-        return {((self._index[key], 1),): Fraction(1)}
+        return {((self._index[key], 1),): 1}
 
-    def _opaque(self, node: Node) -> Poly:
-        return self._atom(("node", id(node)), False, node.axis, node)
+    def _opaque(self, node: Node, key: object = None) -> Poly:
+        """A value taken as a whole; its range is what interval arithmetic says of it."""
+        if node.is_bool:
+            low, high = 0.0, 1.0
+        else:
+            low, high = interval(node, self._range)
+        below = None if math.isinf(low) else Fraction(low).limit_denominator(10**9)
+        above = None if math.isinf(high) else Fraction(high).limit_denominator(10**9)
+        return self._atom(key or ("node", id(node)), low > 0, node.axis, node, below, above)
+
+    def _range(self, node: Node) -> Range | None:
+        if node.op != "param":
+            return None
+        low, high = self._bounds.get(str(node.attr), (None, None))
+        return (-math.inf if low is None else low, math.inf if high is None else high)
 
     def _leaf(self, node: Node) -> Poly:
         match node.op:
@@ -100,17 +113,17 @@ class Algebra:
                 above, below = ir.RATIOS[str(node.attr)]
                 return _sub(self._leaf(ir.logp(above, node.axis)), self._leaf(ir.logp(below, node.axis)))
             case "input" if node.attr in COUNTS:  # a live token has a live answer: counts are at least one
-                return self._atom(("leaf", id(node)), True, node.axis, node, low=Fraction(1))
+                return self._atom(("leaf", id(node)), True, node.axis, node, low=1)
         return self._atom(("leaf", id(node)), False, node.axis, node)
 
     def _exp(self, power: Poly) -> Poly:
         """e ** power as one monomial: each term c * m becomes the positive atom e ** m to the power c."""
-        result: dict[int, Exponent] = {}
+        result: dict[int, Exact] = {}
         for monomial, coefficient in power.items():
             axis = max((self._atoms[a].axis for a, _ in monomial), default=Axis.CONSTANT)
             (((made, _),),) = self._atom(("exp", monomial), True, axis)
             result[made] = _whole(coefficient)
-        return {tuple(sorted(result.items())): Fraction(1)}
+        return {tuple(sorted(result.items())): 1}
 
     def _log(self, p: Poly) -> Poly | None:
         if len(p) != 1:
@@ -123,7 +136,7 @@ class Algebra:
         for atom, exponent in monomial:
             key = keys[atom]
             assert isinstance(key, tuple)
-            result = _add(result, {key[1]: Fraction(exponent)})
+            result = _add(result, {key[1]: exponent})
         return result
 
     def _invert(self, p: Poly) -> Poly:
@@ -131,25 +144,25 @@ class Algebra:
             return {}  # x / 0 is 0
         if len(p) == 1:
             ((monomial, coefficient),) = p.items()
-            return {tuple((a, -e) for a, e in monomial): 1 / coefficient}
+            return {tuple((a, -e) for a, e in monomial): _divide(1, coefficient)}
         content, primitive, scale = self._primitive(p)
         axis = max(self._atoms[a].axis for m in primitive for a, _ in m)
         inverse = self._atom(("inverse", _key(primitive)), False, axis)
-        return _mul(inverse, {tuple((a, -e) for a, e in content): 1 / scale})
+        return _mul(inverse, {tuple((a, -e) for a, e in content): _divide(1, scale)})
 
-    def _primitive(self, p: Poly) -> tuple[Monomial, Poly, Fraction]:
+    def _primitive(self, p: Poly) -> tuple[Monomial, Poly, Exact]:
         """p = scale * content * primitive: the common monomial taken out, the first coefficient made +1 or -1."""
-        common: dict[int, Exponent] = {}
+        common: dict[int, Exact] = {}
         atoms = {a for m in p for a, _ in m}
         for atom in sorted(atoms):
             least = min(dict(m).get(atom, 0) for m in p)
             if least:
                 common[atom] = least
         content = tuple(sorted(common.items()))
-        divisor: Poly = {tuple((a, -e) for a, e in content): Fraction(1)}
+        divisor: Poly = {tuple((a, -e) for a, e in content): 1}
         rest = _mul(p, divisor)
         scale = abs(rest[min(rest)])
-        return content, {m: c / scale for m, c in rest.items()}, scale
+        return content, ({m: _divide(c, scale) for m, c in rest.items()} if scale != 1 else rest), scale
 
     # --- expressions ------------------------------------------------------------------------------------------------
 
@@ -177,7 +190,7 @@ class Algebra:
         match node.op:
             case "const":
                 assert isinstance(node.attr, Fraction)
-                return {_ONE: node.attr} if node.attr else {}
+                return {_ONE: _whole(node.attr)} if node.attr else {}
             case "param" | "logp" | "logratio" | "input":
                 return self._leaf(node)
             case "where":  # only the branch that is taken may split the cell further
@@ -202,7 +215,7 @@ class Algebra:
                 exponent = args[1].get(_ONE) if set(args[1]) <= {_ONE} else None
                 if exponent is not None and exponent.denominator == 1 and abs(exponent) <= 6:
                     base = args[0] if exponent > 0 else self._invert(args[0])
-                    result: Poly = {_ONE: Fraction(1)}
+                    result: Poly = {_ONE: 1}
                     for _ in range(abs(int(exponent))):
                         result = _mul(result, base)
                     return result
@@ -225,8 +238,9 @@ class Algebra:
                     x = low
                     return x if self._sign_or_split(_sub(low, high), node.args[1], node.args[2], facts) <= 0 else high
                 return x if self._sign_or_split(_sub(x, high), node.args[0], node.args[2], facts) <= 0 else high
-        positive = node.op in ("sigmoid", "sqrt")
-        return self._atom((node.op, tuple(map(_key, args))), positive, node.axis, node)
+            case "sqrt" if not args[0]:
+                return {}
+        return self._opaque(node, (node.op, tuple(map(_key, args))))
 
     def _reduce(self, node: Node, facts: tuple[Fact, ...]) -> Poly:
         """A sum or mean over tokens is linear; other reductions are opaque.
@@ -270,7 +284,7 @@ class Algebra:
                 sign = self._sign_or_split(_sub(left, right), node.args[0], node.args[1], facts)
                 return sign < 0 if node.op == "lt" else sign <= 0 if node.op == "le" else sign == 0
         flag = self._opaque(node)  # any_t(...): true or false as a whole
-        half = {_ONE: Fraction(1, 2)}
+        half: Poly = {_ONE: Fraction(1, 2)}
         return self._sign_or_split(_sub(flag, half), ir.where(node, ir.ONE, ir.ZERO), ir.const(Fraction(1, 2)), facts) > 0
 
     def _sign_or_split(self, p: Poly, left: Node, right: Node, facts: tuple[Fact, ...]) -> int:
@@ -314,14 +328,14 @@ class Algebra:
 
     def _linear_sign(self, p: Poly, facts: tuple[Fact, ...]) -> int | None:
         if set(p) <= {_ONE}:
-            c = p.get(_ONE, Fraction(0))
+            c = p.get(_ONE, 0)
             return (c > 0) - (c < 0)
         key = _key(p)
-        asked = (tuple(map(id, facts)), key)
+        facts = _relevant(facts, key)
+        asked = (tuple((f.poly, f.sign) for f in facts), key)
         if asked not in self._signs:
             possible = [s for s in (1, 0, -1) if self.feasible((*facts, Fact(key, s, ir.ZERO, ir.ZERO)))]
             self._signs[asked] = possible[0] if len(possible) == 1 else None
-            self._alive += facts  # so that their ids stay theirs
         return self._signs[asked]
 
     def feasible(self, facts: tuple[Fact, ...]) -> bool:
@@ -343,9 +357,9 @@ class Algebra:
         for monomial in sorted(monomials):
             odd = [(a, e) for a, e in monomial if not self._atoms[a].positive]
             if not odd and monomial:
-                known.append(({monomial: Fraction(1)}, True))
+                known.append(({monomial: 1}, True))
             if monomial and all(e.denominator == 1 and int(e) % 2 == 0 for _, e in odd):
-                known.append(({monomial: Fraction(1)}, False))
+                known.append(({monomial: 1}, False))
             for atom, exponent in monomial:
                 rest = tuple((a, e) for a, e in monomial if a != atom)
                 here = self._atoms[atom]
@@ -354,7 +368,7 @@ class Algebra:
                 for bound, side in ((here.low, 1), (here.high, -1)):
                     if bound is not None:
                         known.append((_add({monomial: Fraction(side)}, {rest: -side * bound}), False))
-                        known += [({rest: Fraction(1)}, True)] if rest else []
+                        known += [({rest: 1}, True)] if rest else []
         return known
 
     def cells(self, evaluate: Callable[[tuple[Fact, ...]], object], start: tuple[Fact, ...] = ()) -> Iterator[tuple[Fact, ...]]:
@@ -369,27 +383,46 @@ class Algebra:
                 evaluate(facts)
             except Split as split:
                 options = [(*facts, Fact(_key(split.poly), s, split.left, split.right)) for s in (-1, 0, 1)]
-                stack.extend(option for option in options if self.feasible(option))
+                stack.extend(option for option in options if self.feasible((*_relevant(facts, option[-1].poly), option[-1])))
             else:
                 yield facts
 
 
-def _whole(x: Exponent) -> Exponent:
+def _relevant(facts: tuple[Fact, ...], poly: tuple[tuple[Monomial, Exact], ...]) -> tuple[Fact, ...]:
+    """The facts that share a monomial with poly, directly or through others: no other fact can bear on its sign."""
+    reached = {m for m, _ in poly if m}
+    chosen: set[int] = set()
+    grown = True
+    while grown:
+        grown = False
+        for i, fact in enumerate(facts):
+            if i not in chosen and any(m in reached for m, _ in fact.poly):
+                chosen.add(i)
+                reached |= {m for m, _ in fact.poly if m}
+                grown = True
+    return tuple(fact for i, fact in enumerate(facts) if i in chosen)
+
+
+def _whole(x: Exact) -> Exact:
     return int(x) if x.denominator == 1 else x
 
 
+def _divide(a: Exact, b: Exact) -> Exact:
+    return a if b == 1 else _whole(Fraction(a) / b)
+
+
 def _single(atom: int) -> Poly:
-    return {((atom, 1),): Fraction(1)}
+    return {((atom, 1),): 1}
 
 
-def _key(p: Poly) -> tuple[tuple[Monomial, Fraction], ...]:
+def _key(p: Poly) -> tuple[tuple[Monomial, Exact], ...]:
     return tuple(sorted(p.items()))
 
 
-def _add(p: Poly, q: Poly, scale: Fraction = Fraction(1)) -> Poly:
+def _add(p: Poly, q: Poly, scale: Exact = 1) -> Poly:
     result = dict(p)
     for monomial, coefficient in q.items():
-        total = result.get(monomial, Fraction(0)) + scale * coefficient
+        total = result.get(monomial, 0) + scale * coefficient
         if total:
             result[monomial] = total
         else:
@@ -398,7 +431,7 @@ def _add(p: Poly, q: Poly, scale: Fraction = Fraction(1)) -> Poly:
 
 
 def _sub(p: Poly, q: Poly) -> Poly:
-    return _add(p, q, Fraction(-1))
+    return _add(p, q, -1)
 
 
 def _mul(p: Poly, q: Poly) -> Poly:
@@ -415,7 +448,7 @@ def _mul(p: Poly, q: Poly) -> Poly:
     return result
 
 
-Row = dict[int, Fraction]  # a linear form: variable -> coefficient; variable 0 is the number one
+Row = dict[int, Exact]  # a linear form: variable -> coefficient; variable 0 is the number one
 
 
 def _satisfiable(equalities: list[Poly], inequalities: list[tuple[Poly, bool]]) -> bool:
@@ -435,14 +468,14 @@ def _satisfiable(equalities: list[Poly], inequalities: list[tuple[Poly, bool]]) 
                 return False
             continue
         pivot = p[variable]
-        pending = [_combine(r, p, -r[variable] / pivot) if variable in r else r for r in pending]
-        rows = [(_combine(r, p, -r[variable] / pivot), s) if variable in r else (r, s) for r, s in rows]
+        pending = [_combine(r, p, _divide(-r[variable], pivot)) if variable in r else r for r in pending]
+        rows = [(_combine(r, p, _divide(-r[variable], pivot)), s) if variable in r else (r, s) for r, s in rows]
     while True:
         rest: dict[object, tuple[Row, bool]] = {}
         for p, strict in rows:
             if any(p):  # a variable besides the number one
                 scale = abs(p[max(p)])
-                p = {v: c / scale for v, c in p.items()} if scale != 1 else p
+                p = {v: _divide(c, scale) for v, c in p.items()} if scale != 1 else p
                 rest[(tuple(sorted(p.items())), strict)] = (p, strict)
             elif p.get(0, 0) < 0 or (strict and not p):
                 return False
@@ -459,15 +492,15 @@ def _satisfiable(equalities: list[Poly], inequalities: list[tuple[Poly, bool]]) 
         rows = [(p, s) for p, s in rest.values() if variable not in p]
         if len(rows) + len(above) * len(below) > MAX_CONSTRAINTS:
             return True
-        rows += [(_combine(p, q, -p[variable] / q[variable]), s or t) for p, s in above for q, t in below]
+        rows += [(_combine(p, q, _divide(-p[variable], q[variable])), s or t) for p, s in above for q, t in below]
 
 
-def _combine(p: Row, q: Row, scale: Fraction) -> Row:
+def _combine(p: Row, q: Row, scale: Exact) -> Row:
     result = dict(p)
     for v, c in q.items():
         total = result.get(v, 0) + scale * c
         if total:
-            result[v] = Fraction(total)
+            result[v] = total
         else:
             result.pop(v, None)
     return result

@@ -152,8 +152,14 @@ class Lowering:
             case ast.Indicator():
                 return ir.where(self._condition(expr.cond, here), ir.ONE, ir.ZERO)
             case ast.Conditional():
-                cond = self._condition(expr.cond, here)
-                return ir.where(cond, self._number(expr.then, here), self._number(expr.other, here))
+                cond, then, other = self._condition(expr.cond, here), self._lower(expr.then, here), self._lower(expr.other, here)
+                if then.is_bool and other.is_bool:
+                    return ir.logical_or(ir.logical_and(cond, then), ir.logical_and(ir.logical_not(cond), other))
+                for part, node in ((expr.then, then), (expr.other, other)):
+                    if node.is_bool:
+                        return self._error("E0404", here, part, "one branch is a condition and the other a number",
+                                           "an indicator makes a number of a condition: `1[condition]`")
+                return ir.where(cond, then, other)
         raise TypeError(type(expr).__name__)
 
     def _interval(self, low: Node, high: Node, expr: ast.Expr, here: _Here) -> None:

@@ -175,7 +175,7 @@ def lower_spec(doc: SpecDoc) -> Method:
             found[key] = POISON
         return found[key]
 
-    given = doc.T is not None or doc.f is not None or doc.objective is None
+    given = doc.T is not None or doc.f is not None or doc.kappa is not None or doc.objective is None
     T = lower("T", doc.T) or ir.ONE
     lowering.knobs["T"] = T
     f = lower("f", doc.f) or ir.ONE

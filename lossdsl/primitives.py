@@ -54,8 +54,10 @@ def _products(a: Range, b: Range) -> Range:
 
 
 def _quotient(a: Range, b: Range) -> Range:
-    if b[0] <= 0 <= b[1]:  # x / 0 is 0, and tiny divisors give anything
-        return -math.inf, math.inf
+    if b[0] <= 0 <= b[1]:  # x / 0 is 0, and tiny divisors give anything of the right sign
+        same = (a[0] >= 0 and b[0] >= 0) or (a[1] <= 0 and b[1] <= 0)
+        opposite = (a[1] <= 0 and b[0] >= 0) or (a[0] >= 0 and b[1] <= 0)
+        return (0.0, math.inf) if same else (-math.inf, 0.0) if opposite else (-math.inf, math.inf)
     return _products(a, (0.0 if math.isinf(b[1]) else 1 / b[1], 0.0 if math.isinf(b[0]) else 1 / b[0]))
 
 
