@@ -141,7 +141,11 @@ def mul(a: Node, b: Node) -> Node:
         return neg(b)
     if y == -1:
         return neg(a)
-    return b if a is ONE else a if b is ONE else _apply("mul", a, b)
+    if x is not None and b.op == "mul" and _const(b.args[0]) is not None:
+        return mul(mul(a, b.args[0]), b.args[1])
+    if y is not None:
+        return mul(b, a)
+    return b if a is ONE else _apply("mul", a, b)
 
 
 def div(a: Node, b: Node) -> Node:

@@ -79,12 +79,12 @@ def test_n6_masked_tokens_leave_the_denominator() -> None:
     assert run(instance(plain("seq_mean_token_mean")), zeros, prox=zeros, A=A, mask=mask).loss == close(2.0)
 
 
-KEPT = "params:\n  alpha: 0.5\n  beta: 2\nT: r\nf: c * 1[alpha <= c <= beta]\nnormaliser: "
+KEPT = "params:\n  alpha: 0.5\n  beta: 2\nT: r\nf: c * 1[alpha <= c <= beta]\nobjective: f * r * A\nnormaliser: "
 
 
 def test_n7_rejected_tokens_count_or_do_not_by_what_the_spec_says() -> None:
     log_c = [[0.2, -1.0, 1.0, 0.1]]
-    lp = torch.zeros(1, 4, dtype=torch.float64)
+    lp = torch.full((1, 4), -3.0, dtype=torch.float64)
     mu = lp - torch.tensor(log_c, dtype=torch.float64)
     fixed = run(instance("icepop", alpha=0.5, beta=2.0), lp, prox=lp, mu=mu, A=[1.0])
     kept = run(instance(KEPT + "1 / (n_seqs * sum_t(1[f != 0]))"), lp, prox=lp, mu=mu, A=[1.0])
@@ -92,10 +92,10 @@ def test_n7_rejected_tokens_count_or_do_not_by_what_the_spec_says() -> None:
 
 
 def test_n8_a_count_taken_after_rejection_refuses_counts_taken_before_it() -> None:
-    lp = torch.zeros(3, 1, dtype=torch.float64)
-    mu = -torch.tensor([[1.0], [1.5], [9.0]], dtype=torch.float64).log()
+    lp = torch.full((3, 1), -3.0, dtype=torch.float64)
+    mu = lp - torch.tensor([[1.0], [1.5], [9.0]], dtype=torch.float64).log()
     assert run(instance("seq_mis", C=2.0), lp, prox=lp, mu=mu, A=[1.0, 1.0, 1.0]).loss == close(-2.5 / 3)
-    spec = "params:\n  C: 2\nT: r\nf: prod_t(c) * 1[prod_t(c) <= C]\nnormaliser: 1 / sum_b(1[f != 0])"
+    spec = "params:\n  C: 2\nT: r\nf: prod_t(c) * 1[prod_t(c) <= C]\nobjective: f * r * A\nnormaliser: 1 / sum_b(1[f != 0])"
     assert run(instance(spec), lp, prox=lp, mu=mu, A=[1.0, 1.0, 1.0]).loss == close(-1.25)
     with pytest.raises(ValueError, match="batch"):
         run(instance(spec), lp, prox=lp, mu=mu, A=[1.0, 1.0, 1.0], counts={"n_tokens": 3})
@@ -113,7 +113,7 @@ def test_n10_a_term_has_the_same_reducer_as_the_main_part() -> None:
     values = []
     for normaliser in ("seq_mean_token_mean", "token_mean"):
         spec = f"T: r\nobjective: r * A\nterms:\n  - add: -k1(pi, ref)\nnormaliser: {normaliser}"
-        lp = torch.zeros(2, 3, dtype=torch.float64)
+        lp = torch.full((2, 3), -3.0, dtype=torch.float64)
         ref = lp + torch.tensor([[1.0, 0, 0], [0, 0, 0]], dtype=torch.float64)
         values.append(run(instance(spec), lp, prox=lp, ref=ref, A=[0.0, 0.0], mask=[[1, 0, 0], [1, 1, 1]]).loss)
     assert [abs(v) for v in values] == [close(0.5), close(0.25)]
@@ -301,12 +301,14 @@ def test_c5_something_is_not_zero_on_policy() -> None:
 # --- (5) precision, (7) layout, (8) masks --------------------------------------------------------------------------------------
 
 
-def test_f1_every_path_applies_correction_mask_and_normaliser() -> None:
+def test_f1_every_path_applies_correction_mask_and_normaliser(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.tensor([[[1.0, 0, 0], [0, 1.0, 0]]], dtype=torch.float64, requires_grad=True)
     tokens = torch.tensor([[0, 1]])
     lp = logits.detach().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
     mu = lp - torch.tensor([[0.01, 1.0]], dtype=torch.float64).log()
-    out = instance("token_tis").from_logits(logits, tokens, mask=torch.ones(1, 2, dtype=torch.bool), advantages=torch.ones(1), prox_logp=lp, mu_logp=mu)
+    loss_fn = instance("token_tis")
+    monkeypatch.setattr(type(loss_fn), "_checking", lambda self, x: False)  # c = 0.01 here takes a mu above 1
+    out = loss_fn.from_logits(logits, tokens, mask=torch.ones(1, 2, dtype=torch.bool), advantages=torch.ones(1), prox_logp=lp, mu_logp=mu)
     out.loss.backward()
     assert logits.grad is not None
     assert float(out.loss) == close(-0.505)
@@ -315,9 +317,8 @@ def test_f1_every_path_applies_correction_mask_and_normaliser() -> None:
 
 def test_f4_ratios_are_formed_in_float32_whatever_comes_in() -> None:
     """In bfloat16 the running sum stalls and exp rounds to 1: never clipped."""
-    lp = torch.full((1, 1000), 0.001, dtype=torch.bfloat16) * 1.0
-    zeros = torch.zeros(1, 1000, dtype=torch.bfloat16)
-    got = run(instance("gspo"), lp - 0, prox=zeros, A=[1.0], dtype=torch.bfloat16)
+    lp = torch.full((1, 1000), -0.001, dtype=torch.bfloat16)
+    got = run(instance("gspo"), torch.zeros_like(lp), prox=lp, A=[1.0], dtype=torch.bfloat16)
     assert got.loss == close(-1.0004) and not any(got.grad[0])
 
 
@@ -411,7 +412,7 @@ def test_g6_score_centring() -> None:
 
 def test_g7_a_band_with_only_an_upper_end_keeps_other_tokens() -> None:
     log_c = torch.tensor([[0.2, -1.0, 1.0, 0.1]], dtype=torch.float64)
-    lp = torch.zeros(1, 4, dtype=torch.float64)
+    lp = torch.full((1, 4), -3.0, dtype=torch.float64)
     assert run(instance("icepop", alpha=0.0, beta=2.0), lp, prox=lp, mu=lp - log_c, A=[1.0]).loss == close(-0.673613)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import math
+import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
@@ -123,7 +124,7 @@ class Code:
         return name
 
     def _unique(self, name: str) -> str:
-        base = name = safe_name("".join(c if c.isalnum() else "_" for c in name))
+        base = name = safe_name(re.sub(r"\W+", "_", name).strip("_"))
         number = 1
         while name in self.taken:
             number += 1
@@ -151,6 +152,8 @@ class Code:
                 return f"-torch.expm1({self.ref(node.args[1].args[0])})", UNARY  # 1 - e**x, exact for x near 0
             case "where":
                 return self._where(node), ATOM
+            case "div" if _number(node.args[1]) is not None:
+                return f"{self.ref(node.args[0], PRODUCT)} / {self.ref(node.args[1], UNARY)}", PRODUCT
         primitive = PRIMITIVES[node.op]
         inner = [self.ref(a, level) for a, level in zip(node.args, primitive.inner, strict=False)]
         return primitive.emit.format(*inner), primitive.level
@@ -158,9 +161,11 @@ class Code:
     def _where(self, node: Node) -> str:
         cond, then, other = node.args
         parts = [self.ref(then), "0.0" if other is ir.ZERO else self.ref(other)]
-        if all(_number(x) is not None for x in (then, other)):
+        if all(x in (ir.ZERO, ir.ONE) for x in (then, other)):
+            parts = ["1.0" if x is ir.ONE else "0.0" for x in (then, other)]
+        elif all(_number(x) is not None for x in (then, other)):
             like = f"torch.ones_like({self.like})"
-            parts[0] = like if then is ir.ONE else f"{parts[0]} * {like}"
+            parts[0] = f"{parts[0]} * {like}"
         return f"torch.where({self.ref(cond)}, {', '.join(parts)})"
 
     def _bound(self, node: Node) -> str:
