@@ -26,6 +26,7 @@ from .api import (
     load,
     module,
     new,
+    overview,
     show,
     verify,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "load",
     "module",
     "new",
+    "overview",
     "render",
     "show",
     "verify",

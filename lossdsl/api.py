@@ -306,6 +306,9 @@ def verify(path: Path | str, spec: Spec | None = None, **params: float) -> Verdi
     return Verdict("stale", f"{path.name} is not what {name} gives today: the spec, a parameter or lossdsl has changed; build it again")
 
 
-def describe_all() -> tuple[Description, ...]:
-    """The rows of `lossdsl list`."""
-    return tuple(describe(load(name)) for name in builtins())
+def overview() -> tuple[tuple[str, tuple[Description, ...]], ...]:
+    """The built-in methods as rows under their headings: what `lossdsl list` shows.
+
+    The built-ins' proofs are this project's tests; they are not run again here.
+    """
+    return tuple((heading, tuple(describe(lower_spec(read_spec(find(name)))) for name in names)) for heading, names in groups())

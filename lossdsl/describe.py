@@ -90,7 +90,7 @@ def _reads_ratio(node: Node, name: str) -> bool:
 
 def _words(name: str, leaf: Node, used: list[Node], limits: list[Limit]) -> str:
     kinds = {limit.kind for limit in limits}
-    verb = "masked" if "mask" in kinds else "truncated" if kinds else "unclipped"
+    verb = " and ".join([*(["masked"] if "mask" in kinds else []), *(["truncated"] if kinds - {"mask"} else [])]) or "unclipped"
     notes: list[str] = []
     pooled = {n.attr[0] for k in used for n in ir.topological(k)
               if n.op == "reduce" and isinstance(n.attr, tuple) and n.attr[1] in "ts" and ir.contains(n, lambda x: x is leaf)}

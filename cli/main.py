@@ -1,0 +1,226 @@
+"""Arguments in, text and exit codes out.
+
+Exit codes: 0 all is well; 1 a spec has errors, or a generated file is not current; 2 the request itself makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lossdsl
+
+Command = Callable[[argparse.Namespace], int]
+
+
+class _Usage(Exception):
+    """A request that cannot be carried out; the message says what to do instead."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 2
+    try:
+        run: Command = args.run
+        return run(args)
+    except lossdsl.SpecError as error:
+        if args.traceback:
+            raise
+        if getattr(args, "json", False):
+            _print_json({"diagnostics": [d.json() for d in error.diagnostics]})
+        else:
+            print(lossdsl.render(error.diagnostics, colour=_colour(sys.stderr)), file=sys.stderr)
+        asked = all(d.code.startswith("E06") or d.code == "E0101" for d in error.diagnostics)
+        return 2 if asked else 1
+    except _Usage as error:
+        print(f"lossdsl: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `lossdsl list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lossdsl",
+        description="Policy-gradient losses for LLM RL, compiled from ten-line specs to readable PyTorch.",
+        epilog="examples:\n  lossdsl list\n  lossdsl show icepop\n  lossdsl new my_method --from grpo > my_method.yaml\n  lossdsl check my_method.yaml\n"
+        "  lossdsl build my_method.yaml            # writes my_method.py here\n\n"
+        "exit codes: 0 all is well, 1 a spec has errors or a file is not current, 2 the request makes no sense",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"lossdsl {lossdsl.__version__}")
+    parser.add_argument("--traceback", action="store_true", default=bool(os.environ.get("LOSSDSL_TRACEBACK")), help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    def add(name: str, run: Command, help: str, example: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help, epilog=f"example:\n  {example}", formatter_class=argparse.RawDescriptionHelpFormatter)
+        sub.set_defaults(run=run)
+        return sub
+
+    spec_help = "a built-in's name, or the path of a spec file"
+    p = add("check", _check, "Find every mistake in specs.", "lossdsl check my_method.yaml")
+    p.add_argument("specs", nargs="+", metavar="SPEC", help=spec_help)
+    p.add_argument("--json", action="store_true", help="diagnostics as JSON")
+
+    p = add("build", _build, "Write the PyTorch module of each spec.", "lossdsl build grpo my_method.yaml -o losses/ --set eps=0.3")
+    p.add_argument("specs", nargs="+", metavar="SPEC", help=spec_help)
+    p.add_argument("-o", "--output", metavar="PATH", help="a file, or a folder (ends in /) that becomes a package; default: NAME.py here")
+    p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another default for a parameter; may be repeated")
+    p.add_argument("--json", action="store_true", help="what was written, as JSON")
+
+    p = add("list", _list, "The built-in methods: level, ratio controlled, masked or truncated, log-probs needed.", "lossdsl list")
+    p.add_argument("--json", action="store_true", help="the same rows as JSON")
+
+    p = add("show", _show, "A method for a reader: its maths, parameters, needs and source.", "lossdsl show gspo --latex")
+    p.add_argument("spec", metavar="SPEC", help=spec_help)
+    p.add_argument("--latex", action="store_true", help="the maths as LaTeX")
+    p.add_argument("--emit", choices=["ast", "ir", "schedule", "py"], help="one stage of the compiler instead")
+    p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another default for a parameter")
+
+    p = add("new", _new, "Print a new spec that starts as a copy of a built-in.", "lossdsl new my_method --from grpo > my_method.yaml")
+    p.add_argument("name", metavar="NAME", help="the new method's name")
+    p.add_argument("--from", dest="origin", default="grpo", metavar="METHOD", help="the built-in to start from (default: grpo)")
+
+    add("schema", _schema, "The JSON Schema of spec files, for an editor to complete and check them.", "lossdsl schema > lossdsl.schema.json")
+
+    p = add("explain", _explain, "What a diagnostic code means, with a bad and a good spec.", "lossdsl explain E0405")
+    p.add_argument("code", metavar="CODE")
+
+    p = add("verify", _verify, "Is a generated file current, stale or edited by hand?", "lossdsl verify my_method.py")
+    p.add_argument("files", nargs="+", metavar="FILE", help="a generated .py file; its spec is NAME.yaml beside it, else the built-in NAME")
+    p.add_argument("--spec", help="the spec it should come from")
+    p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="parameter values it was built with")
+    p.add_argument("--json", action="store_true", help="the verdicts as JSON")
+    return parser
+
+
+# --- commands -----------------------------------------------------------------------------------------------------
+
+
+def _check(args: argparse.Namespace) -> int:
+    found = [d for spec in args.specs for d in lossdsl.check(spec)]
+    errors = [d for d in found if d.severity == "error"]
+    if args.json:
+        _print_json({"ok": not errors, "diagnostics": [d.json() for d in found]})
+    elif found:
+        print(lossdsl.render(found, colour=_colour(sys.stdout)))
+        print(f"{_count(len(errors), 'error')}, {_count(len(found) - len(errors), 'warning')}; `lossdsl explain {found[0].code}` says more")
+    else:
+        names = ", ".join(Path(spec).name for spec in args.specs)
+        print(f"{names}: no mistakes found")
+    if errors and all(d.code in ("E0101", "E0601") for d in errors):
+        return 2
+    return 1 if errors else 0
+
+
+def _build(args: argparse.Namespace) -> int:
+    params = _assignments(args.set)
+    if args.output is not None and (args.output.endswith(("/", os.sep)) or Path(args.output).is_dir()):
+        written = lossdsl.build_all(args.specs, args.output, params)
+    elif args.output is not None:
+        if len(args.specs) > 1:
+            raise _Usage(f"several specs cannot go into one file; name a folder: -o {args.output}/")
+        if not Path(args.output).parent.is_dir():
+            raise _Usage(f"there is no folder {Path(args.output).parent}")
+        lossdsl.build(args.specs[0], out=args.output, **params)
+        written = [Path(args.output)]
+    else:
+        texts = {Path(f"{lossdsl.load(spec, **params).name}.py"): lossdsl.build(spec, **params) for spec in args.specs}
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8", newline="\n")
+        written = list(texts)
+    if args.json:
+        _print_json({"written": [str(p) for p in written]})
+    else:
+        for path in written:
+            print(f"wrote {path}")
+    return 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    groups = lossdsl.overview()
+    if args.json:
+        _print_json([d.json() | {"group": heading} for heading, rows in groups for d in rows])
+        return 0
+    header = ("method", "level", "ratio", "masked or truncated", "needs besides logp")
+    table = [(heading, [(d.name, d.level, d.ratio, d.treatment, ", ".join(d.needs) or "-") for d in rows]) for heading, rows in groups]
+    widths = [max(len(row[i]) for _, rows in table for row in [header, *rows]) for i in range(len(header))]
+    print(_row(header, widths))
+    for heading, rows in table:
+        print(f"\n{heading}")
+        for row in rows:
+            print(_row(row, widths))
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    print(lossdsl.show(args.spec, emit=args.emit, latex=args.latex, **_assignments(args.set)))
+    return 0
+
+
+def _new(args: argparse.Namespace) -> int:
+    print(lossdsl.new(args.name, args.origin), end="")
+    return 0
+
+
+def _schema(args: argparse.Namespace) -> int:
+    _print_json(lossdsl.json_schema())
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    print(lossdsl.explain(args.code), end="")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    params = _assignments(args.set)
+    verdicts = [(file, lossdsl.verify(file, args.spec, **params)) for file in args.files]
+    if args.json:
+        _print_json([{"file": file, "status": v.status, "message": v.message} for file, v in verdicts])
+    else:
+        for _, verdict in verdicts:
+            print(verdict.message)
+    return 0 if all(v.status == "current" for _, v in verdicts) else 1
+
+
+# --- small things ---------------------------------------------------------------------------------------------------
+
+
+def _assignments(pairs: list[str]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        try:
+            if not equals:
+                raise ValueError
+            values[name.strip()] = float(text)
+        except ValueError:
+            raise _Usage(f"--set takes NAME=NUMBER, e.g. --set eps=0.3, not {pair!r}") from None
+    return values
+
+
+def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _colour(stream: Any) -> bool:
+    return bool(stream.isatty()) and "NO_COLOR" not in os.environ
