@@ -895,14 +895,14 @@ class _Rows:
         self.live = live
         parts = ("distribution", "d_distribution", "centre")
         read = {a for part in parts for a in loss._arguments[part]}
-        self.extra = {k.removesuffix("_logprobs"): given[k].detach().reshape(n, -1) for k in ("mu_logprobs", "ref_logprobs", "prox_logprobs")
+        self.extra = {k.removesuffix("_logprobs"): given[k].detach().reshape(n, given[k].shape[-1]) for k in ("mu_logprobs", "ref_logprobs", "prox_logprobs")
                       if k in given and f"log_{k.removesuffix('_logprobs')}" in read}  # fmt: skip
         for key, x in self.extra.items():
             if x.shape[1] != vocab:
                 raise ValueError(f"{key}_logprobs has {x.shape[1]} columns, the logits {vocab}")
-        self.ids = given["mu_topk_ids"].detach().reshape(n, -1).long() if "mu_topk_ids" in given and "log_mu" in read else None
+        self.ids = given["mu_topk_ids"].detach().reshape(n, given["mu_topk_ids"].shape[-1]).long() if "mu_topk_ids" in given and "log_mu" in read else None
         if self.ids is not None:
-            self.extra["mu"] = given["mu_topk_logprobs"].detach().reshape(n, -1)
+            self.extra["mu"] = given["mu_topk_logprobs"].detach().reshape(self.ids.shape)
         A = given.get("advantages")
         self.A = None if A is None else (A if A.dim() == tokens.dim() else A[:, None].expand(tokens.shape)).detach().reshape(n, 1).to(self.dtype)
         self.values = {k: given[k].detach().reshape(n, 1).to(self.dtype) for k in loss.INPUTS if k in read and given[k].shape == tokens.shape}
