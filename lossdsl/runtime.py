@@ -43,6 +43,11 @@ def div(a: Any, b: Tensor) -> Tensor:
     return torch.where(zero, 0.0, a / torch.where(zero, 1.0, b))
 
 
+def _pad(x: Tensor, value: float) -> Tensor:
+    """One more entry at the end, so that an empty axis has something to take the extreme of."""
+    return torch.nn.functional.pad(x, (0, 1), value=value)
+
+
 class Weights(NamedTuple):
     """What a method's `weights` returns; every tensor broadcasts to the tokens."""
 
@@ -266,10 +271,10 @@ class Padded(Layout):
         return div(self.sum_t(x), self.length)
 
     def max_t(self, x: Tensor) -> Tensor:
-        return torch.where(self.first, torch.where(self.mask, x, -math.inf).amax(-1, keepdim=True), 0.0)
+        return torch.where(self.first, _pad(torch.where(self.mask, x, -math.inf), -math.inf).amax(-1, keepdim=True), 0.0)
 
     def min_t(self, x: Tensor) -> Tensor:
-        return torch.where(self.first, torch.where(self.mask, x, math.inf).amin(-1, keepdim=True), 0.0)
+        return torch.where(self.first, _pad(torch.where(self.mask, x, math.inf), math.inf).amin(-1, keepdim=True), 0.0)
 
     def any_t(self, x: Tensor) -> Tensor:
         return (self.mask & x).any(-1, keepdim=True)
@@ -377,9 +382,8 @@ def _metrics(ax: Layout, w: Weights, logps: Mapping[str, Tensor], A: Tensor | No
 
 
 def _largest(x: Tensor, live: Tensor) -> Tensor:
-    """The largest live value of something that is not negative; 0 where nothing is live. (A sum keeps an empty batch legal.)"""
-    flat = torch.where(live, x, 0.0).reshape(-1)
-    return torch.cat([flat, torch.zeros_like(flat[:1].sum()[None])]).amax()
+    """The largest live value of something that is not negative; 0 where nothing is live."""
+    return _pad(torch.where(live, x, 0.0).reshape(-1), 0.0).amax()
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------------

@@ -64,4 +64,4 @@ def run(loss_fn: Any, logp: Any, *, A: Any, mask: Any = None, dtype: torch.dtype
     out = loss_fn(lp, mask=m, advantages=tensor(A, dtype), **given)
     out.loss.backward()
     assert lp.grad is not None
-    return Run(float(out.loss), lp.grad.tolist(), loss_fn.summary(out.metrics) if out.metrics else {})
+    return Run(float(out.loss.detach()), lp.grad.tolist(), loss_fn.summary(out.metrics) if out.metrics else {})

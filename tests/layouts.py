@@ -154,4 +154,4 @@ def call(loss_fn: Any, given: Mapping[str, Any], logits: bool) -> tuple[float, T
         out = loss_fn(x, **rest)
     out.loss.backward()
     assert x.grad is not None
-    return float(out.loss), x.grad, out.metrics
+    return float(out.loss.detach()), x.grad, out.metrics
