@@ -53,17 +53,26 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lossdsl",
         description="Policy-gradient losses for LLM RL, compiled from ten-line specs to readable PyTorch.",
-        epilog="examples:\n  lossdsl list\n  lossdsl show icepop\n  lossdsl new my_method --from grpo > my_method.yaml\n  lossdsl check my_method.yaml\n"
+        epilog="examples:\n  lossdsl list\n  lossdsl show icepop\n"
+        "  lossdsl new my_method --from grpo > my_method.yaml\n  lossdsl check my_method.yaml\n"
         "  lossdsl build my_method.yaml            # writes my_method.py here\n\n"
         "exit codes: 0 all is well, 1 a spec has errors or a file is not current, 2 the request makes no sense",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lossdsl {lossdsl.__version__}")
-    parser.add_argument("--traceback", action="store_true", default=bool(os.environ.get("LOSSDSL_TRACEBACK")), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--traceback", action="store_true", default=bool(os.environ.get("LOSSDSL_TRACEBACK")), help=argparse.SUPPRESS
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def add(name: str, run: Command, help: str, example: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=help, description=help, epilog=f"example:\n  {example}", formatter_class=argparse.RawDescriptionHelpFormatter)
+        sub = commands.add_parser(
+            name,
+            help=help,
+            description=help,
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         sub.set_defaults(run=run)
         return sub
 
@@ -72,34 +81,76 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("specs", nargs="+", metavar="SPEC", help=spec_help)
     p.add_argument("--json", action="store_true", help="diagnostics as JSON")
 
-    p = add("build", _build, "Write the PyTorch module of each spec.", "lossdsl build grpo my_method.yaml -o losses/ --set eps=0.3")
+    p = add(
+        "build",
+        _build,
+        "Write the PyTorch module of each spec.",
+        "lossdsl build grpo my_method.yaml -o losses/ --set eps=0.3",
+    )
     p.add_argument("specs", nargs="+", metavar="SPEC", help=spec_help)
-    p.add_argument("-o", "--output", metavar="PATH", help="a file, or a folder (ends in /) that becomes a package; default: NAME.py here")
-    p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another default for a parameter; may be repeated")
+    p.add_argument(
+        "-o",
+        "--output",
+        metavar="PATH",
+        help="a file, or a folder (ends in /) that becomes a package; default: NAME.py here",
+    )
+    p.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another default for a parameter; may be repeated",
+    )
     p.add_argument("--json", action="store_true", help="what was written, as JSON")
 
-    p = add("list", _list, "The built-in methods: level, ratio controlled, masked or truncated, log-probs needed.", "lossdsl list")
+    p = add(
+        "list",
+        _list,
+        "The built-in methods: level, ratio controlled, masked or truncated, log-probs needed.",
+        "lossdsl list",
+    )
     p.add_argument("--json", action="store_true", help="the same rows as JSON")
 
-    p = add("show", _show, "A method for a reader: its maths, parameters, needs and source.", "lossdsl show gspo --latex")
+    p = add(
+        "show", _show, "A method for a reader: its maths, parameters, needs and source.", "lossdsl show gspo --latex"
+    )
     p.add_argument("spec", metavar="SPEC", help=spec_help)
     p.add_argument("--latex", action="store_true", help="the maths as LaTeX")
     p.add_argument("--emit", choices=["ast", "ir", "schedule", "py"], help="one stage of the compiler instead")
     p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another default for a parameter")
 
-    p = add("new", _new, "Print a new spec that starts as a copy of a built-in.", "lossdsl new my_method --from grpo > my_method.yaml")
+    p = add(
+        "new",
+        _new,
+        "Print a new spec that starts as a copy of a built-in.",
+        "lossdsl new my_method --from grpo > my_method.yaml",
+    )
     p.add_argument("name", metavar="NAME", help="the new method's name")
-    p.add_argument("--from", dest="origin", default="grpo", metavar="METHOD", help="the built-in to start from (default: grpo)")
+    p.add_argument(
+        "--from", dest="origin", default="grpo", metavar="METHOD", help="the built-in to start from (default: grpo)"
+    )
 
-    add("schema", _schema, "The JSON Schema of spec files, for an editor to complete and check them.", "lossdsl schema > lossdsl.schema.json")
+    add(
+        "schema",
+        _schema,
+        "The JSON Schema of spec files, for an editor to complete and check them.",
+        "lossdsl schema > lossdsl.schema.json",
+    )
 
     p = add("explain", _explain, "What a diagnostic code means, with a bad and a good spec.", "lossdsl explain E0405")
     p.add_argument("code", metavar="CODE")
 
     p = add("verify", _verify, "Is a generated file current, stale or edited by hand?", "lossdsl verify my_method.py")
-    p.add_argument("files", nargs="+", metavar="FILE", help="a generated .py file; its spec is NAME.yaml beside it, else the built-in NAME")
+    p.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="a generated .py file; its spec is NAME.yaml beside it, else the built-in NAME",
+    )
     p.add_argument("--spec", help="the spec it should come from")
-    p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="parameter values it was built with")
+    p.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="parameter values it was built with"
+    )
     p.add_argument("--json", action="store_true", help="the verdicts as JSON")
     return parser
 
@@ -114,7 +165,9 @@ def _check(args: argparse.Namespace) -> int:
         _print_json({"ok": not errors, "diagnostics": [d.json() for d in found]})
     elif found:
         print(lossdsl.render(found, colour=_colour(sys.stdout)))
-        print(f"{_count(len(errors), 'error')}, {_count(len(found) - len(errors), 'warning')}; `lossdsl explain {found[0].code}` says more")
+        print(
+            f"{_count(len(errors), 'error')}, {_count(len(found) - len(errors), 'warning')}; `lossdsl explain {found[0].code}` says more"
+        )
     else:
         names = ", ".join(Path(spec).name for spec in args.specs)
         print(f"{names}: no mistakes found")
@@ -132,10 +185,12 @@ def _build(args: argparse.Namespace) -> int:
             raise _Usage(f"several specs cannot go into one file; name a folder: -o {args.output}/")
         if not Path(args.output).parent.is_dir():
             raise _Usage(f"there is no folder {Path(args.output).parent}")
-        lossdsl.build(args.specs[0], out=args.output, **params)
+        lossdsl.build(args.specs[0], args.output, **params)
         written = [Path(args.output)]
     else:
-        texts = {Path(f"{lossdsl.load(spec, **params).name}.py"): lossdsl.build(spec, **params) for spec in args.specs}
+        texts = {
+            Path(f"{lossdsl.load(spec, **params).name}.py"): lossdsl.build(spec, None, **params) for spec in args.specs
+        }
         for path, text in texts.items():
             path.write_text(text, encoding="utf-8", newline="\n")
         written = list(texts)
@@ -153,7 +208,10 @@ def _list(args: argparse.Namespace) -> int:
         _print_json([d.json() | {"group": heading} for heading, rows in groups for d in rows])
         return 0
     header = ("method", "level", "ratio", "masked or truncated", "needs besides logp")
-    table = [(heading, [(d.name, d.level, d.ratio, d.treatment, ", ".join(d.needs) or "-") for d in rows]) for heading, rows in groups]
+    table = [
+        (heading, [(d.name, d.level, d.ratio, d.treatment, ", ".join(d.needs) or "-") for d in rows])
+        for heading, rows in groups
+    ]
     widths = [max(len(row[i]) for _, rows in table for row in [header, *rows]) for i in range(len(header))]
     print(_row(header, widths))
     for heading, rows in table:
@@ -164,7 +222,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    print(lossdsl.show(args.spec, emit=args.emit, latex=args.latex, **_assignments(args.set)))
+    print(lossdsl.show(args.spec, args.emit, args.latex, **_assignments(args.set)))
     return 0
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from lossdsl.cli import main
+from lossdsl.cli import main  # type: ignore[import-not-found]  # `cli` is mapped into the package when installed
 
 sys.exit(main())

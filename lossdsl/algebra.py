@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from . import ir
 from .axes import Axis
@@ -75,13 +76,20 @@ class Algebra:
         self._bounds = bounds
         self._opaque_nodes = opaque
         self._atoms: list[_Atom] = []
-        self._index: dict[object, int] = {}
+        self._index: dict[Any, int] = {}
         self._signs: dict[object, int | None] = {}
 
     # --- atoms ----------------------------------------------------------------------------------------------------
 
-    def _atom(self, key: object, positive: bool, axis: Axis, node: Node | None = None,
-              low: Exact | None = None, high: Exact | None = None) -> Poly:
+    def _atom(
+        self,
+        key: object,
+        positive: bool,
+        axis: Axis,
+        node: Node | None = None,
+        low: Exact | None = None,
+        high: Exact | None = None,
+    ) -> Poly:
         if key not in self._index:
             self._index[key] = len(self._atoms)
             self._atoms.append(_Atom(positive, low, high, axis, node))
@@ -107,8 +115,14 @@ class Algebra:
         match node.op:
             case "param":
                 low, high = self._bounds.get(str(node.attr), (None, None))
-                return self._atom(("leaf", id(node)), low is not None and low > 0, Axis.CONSTANT, node,
-                                  None if low is None else Fraction(str(low)), None if high is None else Fraction(str(high)))
+                return self._atom(
+                    ("leaf", id(node)),
+                    low is not None and low > 0,
+                    Axis.CONSTANT,
+                    node,
+                    None if low is None else Fraction(str(low)),
+                    None if high is None else Fraction(str(high)),
+                )
             case "logratio":
                 above, below = ir.RATIOS[str(node.attr)]
                 return _sub(self._leaf(ir.logp(above, node.axis)), self._leaf(ir.logp(below, node.axis)))
@@ -161,7 +175,7 @@ class Algebra:
         content = tuple(sorted(common.items()))
         divisor: Poly = {tuple((a, -e) for a, e in content): 1}
         rest = _mul(p, divisor)
-        scale = abs(rest[min(rest)])
+        scale: Exact = _magnitude(rest[min(rest)])
         return content, ({m: _divide(c, scale) for m, c in rest.items()} if scale != 1 else rest), scale
 
     # --- expressions ------------------------------------------------------------------------------------------------
@@ -200,9 +214,9 @@ class Algebra:
         args = [self._poly(a, facts, memo) for a in node.args]
         match node.op:
             case "add":
-                return _add(*args)
+                return _add(args[0], args[1])
             case "sub":
-                return _sub(*args)
+                return _sub(args[0], args[1])
             case "neg":
                 return _sub({}, args[0])
             case "mul":
@@ -213,10 +227,10 @@ class Algebra:
                 return _mul(args[0], self._invert(args[1]))
             case "pow":
                 exponent = args[1].get(_ONE) if set(args[1]) <= {_ONE} else None
-                if exponent is not None and exponent.denominator == 1 and abs(exponent) <= 6:
+                if exponent is not None and exponent.denominator == 1 and _magnitude(exponent) <= 6:
                     base = args[0] if exponent > 0 else self._invert(args[0])
                     result: Poly = {_ONE: 1}
-                    for _ in range(abs(int(exponent))):
+                    for _ in range(int(_magnitude(exponent))):
                         result = _mul(result, base)
                     return result
             case "exp":
@@ -285,7 +299,9 @@ class Algebra:
                 return sign < 0 if node.op == "lt" else sign <= 0 if node.op == "le" else sign == 0
         flag = self._opaque(node)  # any_t(...): true or false as a whole
         half: Poly = {_ONE: Fraction(1, 2)}
-        return self._sign_or_split(_sub(flag, half), ir.where(node, ir.ONE, ir.ZERO), ir.const(Fraction(1, 2)), facts) > 0
+        return (
+            self._sign_or_split(_sub(flag, half), ir.where(node, ir.ONE, ir.ZERO), ir.const(Fraction(1, 2)), facts) > 0
+        )
 
     def _sign_or_split(self, p: Poly, left: Node, right: Node, facts: tuple[Fact, ...]) -> int:
         sign = self.sign(p, facts)
@@ -296,7 +312,9 @@ class Algebra:
             here = self._atoms[atom]
             if not here.positive and self.sign(_single(atom), facts) is None:
                 raise Split(_single(atom), here.node or left, ir.ZERO if here.node else right)
-        raise Split(primitive if self._content_sign(content, facts) > 0 else {m: -c for m, c in primitive.items()}, left, right)
+        raise Split(
+            primitive if self._content_sign(content, facts) > 0 else {m: -c for m, c in primitive.items()}, left, right
+        )
 
     def _content_sign(self, content: Monomial, facts: tuple[Fact, ...]) -> int:
         result = 1
@@ -371,7 +389,9 @@ class Algebra:
                         known += [({rest: 1}, True)] if rest else []
         return known
 
-    def cells(self, evaluate: Callable[[tuple[Fact, ...]], object], start: tuple[Fact, ...] = ()) -> Iterator[tuple[Fact, ...]]:
+    def cells(
+        self, evaluate: Callable[[tuple[Fact, ...]], object], start: tuple[Fact, ...] = ()
+    ) -> Iterator[tuple[Fact, ...]]:
         """Every cell in which `evaluate` can do without a Split, depth first; positive sides first."""
         stack, seen = [start], 0
         while stack:
@@ -383,7 +403,9 @@ class Algebra:
                 evaluate(facts)
             except Split as split:
                 options = [(*facts, Fact(_key(split.poly), s, split.left, split.right)) for s in (-1, 0, 1)]
-                stack.extend(option for option in options if self.feasible((*_relevant(facts, option[-1].poly), option[-1])))
+                stack.extend(
+                    option for option in options if self.feasible((*_relevant(facts, option[-1].poly), option[-1]))
+                )
             else:
                 yield facts
 
@@ -405,6 +427,10 @@ def _relevant(facts: tuple[Fact, ...], poly: tuple[tuple[Monomial, Exact], ...])
 
 def _whole(x: Exact) -> Exact:
     return int(x) if x.denominator == 1 else x
+
+
+def _magnitude(x: Exact) -> Exact:
+    return -x if x < 0 else x
 
 
 def _divide(a: Exact, b: Exact) -> Exact:
@@ -474,7 +500,7 @@ def _satisfiable(equalities: list[Poly], inequalities: list[tuple[Poly, bool]]) 
         rest: dict[object, tuple[Row, bool]] = {}
         for p, strict in rows:
             if any(p):  # a variable besides the number one
-                scale = abs(p[max(p)])
+                scale = _magnitude(p[max(p)])
                 p = {v: _divide(c, scale) for v, c in p.items()} if scale != 1 else p
                 rest[(tuple(sorted(p.items())), strict)] = (p, strict)
             elif p.get(0, 0) < 0 or (strict and not p):

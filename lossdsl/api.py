@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -86,7 +87,14 @@ def load(spec: Spec, **params: float) -> Method:
     Raises:
         SpecError: no such spec, an error in it, or a parameter it does not have.
     """
+    if isinstance(spec, str) and not params and spec in builtins():
+        return _builtin(spec)
     return method_of(with_params(read_spec(find(spec)), params))[0]
+
+
+@cache
+def _builtin(name: str) -> Method:
+    return method_of(read_spec(find(name)))[0]
 
 
 def check_text(text: str, name: str = "spec.yaml") -> tuple[Diagnostic, ...]:
@@ -223,7 +231,9 @@ def show(spec: Spec, emit: str | None = None, latex: bool = False, **params: flo
         case "py":
             from .emit.module import class_part, method_part
 
-            return "\n".join([method_part(method), "", "# (what is the same in every module stands here)", "", class_part(method)])
+            return "\n".join(
+                [method_part(method), "", "# (what is the same in every module stands here)", "", class_part(method)]
+            )
     raise ValueError(f"unknown stage {emit!r}; one of {', '.join(STAGES)}")
 
 
@@ -235,7 +245,11 @@ def _texts(doc: SpecDoc) -> list[tuple[str, Text]]:
             keys.append((key, text))
     for number, term in enumerate(doc.terms, 1):
         name = term.name.value if term.name else f"term {number}"
-        keys += [(f"{name}: {k}", t) for k, t in (("add", term.add), ("mask", term.mask), ("normaliser", term.normaliser)) if t is not None]
+        keys += [
+            (f"{name}: {k}", t)
+            for k, t in (("add", term.add), ("mask", term.mask), ("normaliser", term.normaliser))
+            if t is not None
+        ]
     return keys
 
 
@@ -244,11 +258,20 @@ def dump_ast(doc: SpecDoc) -> str:
 
 
 def dump_ir(method: Method) -> str:
-    parts = {"T": method.T, "f": method.f, "kappa": method.kappa, "objective": method.objective, "normaliser": method.normaliser}
+    parts = {
+        "T": method.T,
+        "f": method.f,
+        "kappa": method.kappa,
+        "objective": method.objective,
+        "normaliser": method.normaliser,
+    }
     parts |= {f"term {t.name}": t.add for t in method.terms}
     parts |= {"gradient: d J / d log pi": method.gradient.coef}
     for term in method.gradient.sums:
-        parts |= {f"gradient: d J / d {ir.dump(term.node).splitlines()[-2]}": term.cotangent, "gradient: d that / d log pi(v)": term.slope}
+        parts |= {
+            f"gradient: d J / d {ir.dump(term.node).splitlines()[-2]}": term.cotangent,
+            "gradient: d that / d log pi(v)": term.slope,
+        }
     parts |= {"reward": method.reward, "advantage": method.advantage, "keep": method.keep}
     return "\n\n".join(f"{key}:\n{ir.dump(node)}" for key, node in parts.items() if node is not None)
 
@@ -303,7 +326,10 @@ def verify(path: Path | str, spec: Spec | None = None, **params: float) -> Verdi
     method = load(spec, **params)
     if text in (module_text(method), member_text(method)):
         return Verdict("current", f"{path.name} is current")
-    return Verdict("stale", f"{path.name} is not what {name} gives today: the spec, a parameter or lossdsl has changed; build it again")
+    return Verdict(
+        "stale",
+        f"{path.name} is not what {name} gives today: the spec, a parameter or lossdsl has changed; build it again",
+    )
 
 
 def overview() -> tuple[tuple[str, tuple[Description, ...]], ...]:
@@ -311,4 +337,6 @@ def overview() -> tuple[tuple[str, tuple[Description, ...]], ...]:
 
     The built-ins' proofs are this project's tests; they are not run again here.
     """
-    return tuple((heading, tuple(describe(lower_spec(read_spec(find(name)))) for name in names)) for heading, names in groups())
+    return tuple(
+        (heading, tuple(describe(lower_spec(read_spec(find(name)))) for name in names)) for heading, names in groups()
+    )

@@ -66,7 +66,9 @@ def differentiate(parts: tuple[tuple[Node, Node], ...]) -> Gradient:
     return Gradient(coef, tuple(found))
 
 
-def _pull_back(roots: tuple[Node, ...], adjoint: dict[int, Node], leaf_axis: Axis) -> tuple[Node, list[tuple[Node, Node]]]:
+def _pull_back(
+    roots: tuple[Node, ...], adjoint: dict[int, Node], leaf_axis: Axis
+) -> tuple[Node, list[tuple[Node, Node]]]:
     """Carry adjoints from the roots to log pi; sums over the vocabulary are returned with theirs, not entered."""
     coef = ir.ZERO
     sums: list[tuple[Node, Node]] = []

@@ -36,7 +36,11 @@ class Description:
 
 def describe(method: Method) -> Description:
     schedule = Schedule(method)
-    needs = tuple(n for n in schedule.needs if n.endswith(("_logp", "_logprobs")) or n in {i.name.value for i in method.doc.inputs})
+    needs = tuple(
+        n
+        for n in schedule.needs
+        if n.endswith(("_logp", "_logprobs")) or n in {i.name.value for i in method.doc.inputs}
+    )
     return Description(method.name, method.title, method.level, _ratio(method), _treatment(method), needs)
 
 
@@ -90,13 +94,24 @@ def _reads_ratio(node: Node, name: str) -> bool:
 
 def _words(name: str, leaf: Node, used: list[Node], limits: list[Limit]) -> str:
     kinds = {limit.kind for limit in limits}
-    verb = " and ".join([*(["masked"] if "mask" in kinds else []), *(["truncated"] if kinds - {"mask"} else [])]) or "unclipped"
+    verb = (
+        " and ".join([*(["masked"] if "mask" in kinds else []), *(["truncated"] if kinds - {"mask"} else [])])
+        or "unclipped"
+    )
     notes: list[str] = []
-    pooled = {n.attr[0] for k in used for n in ir.topological(k)
-              if n.op == "reduce" and isinstance(n.attr, tuple) and n.attr[1] in "ts" and ir.contains(n, lambda x: x is leaf)}
+    pooled = {
+        n.attr[0]
+        for k in used
+        for n in ir.topological(k)
+        if n.op == "reduce" and isinstance(n.attr, tuple) and n.attr[1] in "ts" and ir.contains(n, lambda x: x is leaf)
+    }
     if pooled:
         notes.append("sequence")
-        notes += [word for kind, word in (("sum", "product"), ("mean", "geometric mean"), ("max", "largest"), ("min", "smallest")) if kind in pooled]
+        notes += [
+            word
+            for kind, word in (("sum", "product"), ("mean", "geometric mean"), ("max", "largest"), ("min", "smallest"))
+            if kind in pooled
+        ]
     elif any(str(level_of(limit.subject)) != "token" for limit in limits):
         notes.append("whole answer")
     if any(_probabilities(limit.subject) for limit in limits if limit.kind == "mask"):

@@ -160,7 +160,16 @@ def explain(code: str) -> str:
     """
     path = _pages() / f"{code.upper()}.md"
     if not code.isalnum() or not path.is_file():
-        raise SpecError((Diagnostic("E0603", f"there is no code `{code}`", None, suggest(code.upper(), codes()) or "codes look like E0401"),))
+        raise SpecError(
+            (
+                Diagnostic(
+                    "E0603",
+                    f"there is no code `{code}`",
+                    None,
+                    suggest(code.upper(), codes()) or "codes look like E0401",
+                ),
+            )
+        )
     return path.read_text(encoding="utf-8")
 
 

@@ -40,7 +40,10 @@ def limiters(node: Node, when: Node = ir.TRUE) -> list[Limit]:
             for x, bound in (node.args, node.args[::-1]):
                 if bound.axis is Axis.CONSTANT and x.axis is not Axis.CONSTANT:
                     binds = ir.compare(">" if node.op == "min" else "<", x, bound)
-                    return [Limit("cap" if node.op == "min" else "floor", ir.logical_and(when, binds), x, when), *limiters(x, when)]
+                    return [
+                        Limit("cap" if node.op == "min" else "floor", ir.logical_and(when, binds), x, when),
+                        *limiters(x, when),
+                    ]
         case "clip":
             x, low, high = node.args
             return [

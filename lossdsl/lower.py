@@ -102,14 +102,21 @@ class Lowering:
     def _number(self, expr: ast.Expr, here: _Here) -> Node:
         node = self._lower(expr, here)
         if node.is_bool:
-            return self._error("E0404", here, expr, "a number is wanted here, this is a condition",
-                               "an indicator makes a number of it: `1[condition]`")
+            return self._error(
+                "E0404",
+                here,
+                expr,
+                "a number is wanted here, this is a condition",
+                "an indicator makes a number of it: `1[condition]`",
+            )
         return node
 
     def _condition(self, expr: ast.Expr, here: _Here) -> Node:
         node = self._lower(expr, here)
         if not node.is_bool and node is not POISON:
-            self._error("E0404", here, expr, "a condition is wanted here, this is a number", "compare it: `x != 0`, `x > 1`")
+            self._error(
+                "E0404", here, expr, "a condition is wanted here, this is a number", "compare it: `x != 0`, `x > 1`"
+            )
             return ir.TRUE
         return ir.TRUE if node is POISON else node
 
@@ -152,13 +159,22 @@ class Lowering:
             case ast.Indicator():
                 return ir.where(self._condition(expr.cond, here), ir.ONE, ir.ZERO)
             case ast.Conditional():
-                cond, then, other = self._condition(expr.cond, here), self._lower(expr.then, here), self._lower(expr.other, here)
+                cond, then, other = (
+                    self._condition(expr.cond, here),
+                    self._lower(expr.then, here),
+                    self._lower(expr.other, here),
+                )
                 if then.is_bool and other.is_bool:
                     return ir.logical_or(ir.logical_and(cond, then), ir.logical_and(ir.logical_not(cond), other))
                 for part, node in ((expr.then, then), (expr.other, other)):
                     if node.is_bool:
-                        return self._error("E0404", here, part, "one branch is a condition and the other a number",
-                                           "an indicator makes a number of a condition: `1[condition]`")
+                        return self._error(
+                            "E0404",
+                            here,
+                            part,
+                            "one branch is a condition and the other a number",
+                            "an indicator makes a number of a condition: `1[condition]`",
+                        )
                 return ir.where(cond, then, other)
         raise TypeError(type(expr).__name__)
 
@@ -178,8 +194,13 @@ class Lowering:
         for position, definition in enumerate(self.definitions):
             if definition.name == name and position < here.definitions:
                 if definition.parameters is not None:
-                    return self._error("E0403", here, expr, f"`{name}` is a function and needs its arguments",
-                                       f"`{name}({', '.join(definition.parameters)})`")
+                    return self._error(
+                        "E0403",
+                        here,
+                        expr,
+                        f"`{name}` is a function and needs its arguments",
+                        f"`{name}({', '.join(definition.parameters)})`",
+                    )
                 return self._defined(definition, position, here)
         if name in self.params:
             return ir.param(name)
@@ -199,32 +220,63 @@ class Lowering:
         inherited = scope.prelude().get(name)
         if inherited is not None:
             if inherited.parameters is not None:
-                return self._error("E0403", here, expr, f"`{name}` is a function and needs its arguments",
-                                   f"`{name}({', '.join(inherited.parameters)})`")
+                return self._error(
+                    "E0403",
+                    here,
+                    expr,
+                    f"`{name}` is a function and needs its arguments",
+                    f"`{name}({', '.join(inherited.parameters)})`",
+                )
             return self._defined(inherited, 0, here)
         return self._unknown(expr, name, here)
 
     def _wrong_side(self, expr: ast.Name | ast.Index, here: _Here) -> Node | None:
         name = expr.id
-        if any(d.name == name for d in self.definitions) or name in self.params or (name in self.inputs and name != "A"):
+        if (
+            any(d.name == name for d in self.definitions)
+            or name in self.params
+            or (name in self.inputs and name != "A")
+        ):
             return None
         if here.side == "loss" and name in scope.DATA_ONLY:
-            return self._error("E0407", here, expr, f"`{name}` is the reward of an answer; the loss sees its advantage `A`",
-                               "declare it under `inputs:` by another name if the loss must read it")
+            return self._error(
+                "E0407",
+                here,
+                expr,
+                f"`{name}` is the reward of an answer; the loss sees its advantage `A`",
+                "declare it under `inputs:` by another name if the loss must read it",
+            )
         if here.side == "data" and name in scope.LOSS_ONLY:
-            return self._error("E0407", here, expr, f"`{name}` belongs to the loss; this key is computed from rewards, before it",
-                               "use R, len, group_size, parameters and declared inputs here")
+            return self._error(
+                "E0407",
+                here,
+                expr,
+                f"`{name}` belongs to the loss; this key is computed from rewards, before it",
+                "use R, len, group_size, parameters and declared inputs here",
+            )
         return None
 
     def _unknown(self, expr: ast.Expr, name: str, here: _Here) -> Node:
         if any(d.name == name for d in self.definitions):
-            return self._error("E0408", here, expr, f"`{name}` is used before it is defined",
-                               "entries of `where:` see the ones above them; none may refer to itself")
+            return self._error(
+                "E0408",
+                here,
+                expr,
+                f"`{name}` is used before it is defined",
+                "entries of `where:` see the ones above them; none may refer to itself",
+            )
         if name in ("T", "f", "W"):
-            return self._error("E0408", here, expr, f"`{name}` is not defined at this point",
-                               "the order is where, T, f, W = f * T, objective, normaliser, terms")
+            return self._error(
+                "E0408",
+                here,
+                expr,
+                f"`{name}` is not defined at this point",
+                "the order is where, T, f, W = f * T, objective, normaliser, terms",
+            )
         close = suggest(name, sorted(self._visible(here)))
-        return self._error("E0401", here, expr, f"unknown name `{name}`", close or "declare it under `params:`, `inputs:` or `where:`")
+        return self._error(
+            "E0401", here, expr, f"unknown name `{name}`", close or "declare it under `params:`, `inputs:` or `where:`"
+        )
 
     def _visible(self, here: _Here) -> set[str]:
         mine = {d.name for d in self.definitions} | self.params | set(self.inputs) | set(here.arguments)
@@ -233,14 +285,21 @@ class Lowering:
 
     def _index(self, expr: ast.Index, here: _Here) -> Node:
         if expr.axis != "v":
-            return self._error("E0406", here, expr, f"unknown index `[{expr.axis}]`", "the only index is [v], over the vocabulary")
+            return self._error(
+                "E0406", here, expr, f"unknown index `[{expr.axis}]`", "the only index is [v], over the vocabulary"
+            )
         bound = here.arguments.get(expr.id)
         if isinstance(bound, Policy):
             return bound.node(Axis.VOCAB)
         if bound is None and (expr.id in ir.POLICIES or expr.id in ir.RATIOS):
             return self._wrong_side(expr, here) or Policy(expr.id).node(Axis.VOCAB)
-        return self._error("E0406", here, expr, f"`{expr.id}` has no value per vocabulary entry",
-                           "only policies and ratios take [v]: pi[v], prox[v], mu[v], ref[v], r[v], c[v], rho[v]")
+        return self._error(
+            "E0406",
+            here,
+            expr,
+            f"`{expr.id}` has no value per vocabulary entry",
+            "only policies and ratios take [v]: pi[v], prox[v], mu[v], ref[v], r[v], c[v], rho[v]",
+        )
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
@@ -263,19 +322,36 @@ class Lowering:
     def _unknown_function(self, expr: ast.Call, here: _Here) -> Node:
         name = expr.func
         if any(d.name == name for d in self.definitions):
-            return self._error("E0408", here, expr, f"`{name}` is used before it is defined",
-                               "entries of `where:` see the ones above them; none may refer to itself")
+            return self._error(
+                "E0408",
+                here,
+                expr,
+                f"`{name}` is used before it is defined",
+                "entries of `where:` see the ones above them; none may refer to itself",
+            )
         if name in scope.REDUCTIONS:
             suffixes = scope.REDUCTIONS[name][2]
-            return self._error("E0402", here, expr, f"`{name}` does not say what it reduces over",
-                               "write " + ", ".join(f"`{name}_{s}` ({REDUCERS[s].over})" for s in suffixes))
+            return self._error(
+                "E0402",
+                here,
+                expr,
+                f"`{name}` does not say what it reduces over",
+                "write " + ", ".join(f"`{name}_{s}` ({REDUCERS[s].over})" for s in suffixes),
+            )
         known = {*scope.FUNCTIONS, *scope.prelude(), *(d.name for d in self.definitions)}
         known |= {f"{kind}_{s}" for kind, (_, _, suffixes) in scope.REDUCTIONS.items() for s in suffixes}
         visible = self._visible(here)
         if name in visible:
-            return self._error("E0402", here, expr, f"`{name}` is not a function", f"a product is written `{name} * (...)`")
-        return self._error("E0402", here, expr, f"unknown function `{name}`",
-                           suggest(name, sorted(known)) or "define it under `where:`, e.g. `double(x): 2 * x`")
+            return self._error(
+                "E0402", here, expr, f"`{name}` is not a function", f"a product is written `{name} * (...)`"
+            )
+        return self._error(
+            "E0402",
+            here,
+            expr,
+            f"unknown function `{name}`",
+            suggest(name, sorted(known)) or "define it under `where:`, e.g. `double(x): 2 * x`",
+        )
 
     def _arity(self, expr: ast.Call, here: _Here, low: int, high: int, usage: str) -> bool:
         if low <= len(expr.args) <= high:
@@ -313,9 +389,17 @@ class Lowering:
     def _reduction(self, kind: str, suffix: str, expr: ast.Call, here: _Here) -> Node:
         low, high, suffixes = scope.REDUCTIONS[kind]
         if suffix not in suffixes:
-            return self._error("E0402", here, expr, f"`{kind}` has no form `_{suffix}`",
-                               "write " + ", ".join(f"`{kind}_{s}` ({REDUCERS[s].over})" for s in suffixes))
-        usage = {"quantile": f"`quantile_{suffix}(x, 0.8)`", "std": f"`std_{suffix}(x)`; `std_{suffix}(x, 0)` divides by n"}
+            return self._error(
+                "E0402",
+                here,
+                expr,
+                f"`{kind}` has no form `_{suffix}`",
+                "write " + ", ".join(f"`{kind}_{s}` ({REDUCERS[s].over})" for s in suffixes),
+            )
+        usage = {
+            "quantile": f"`quantile_{suffix}(x, 0.8)`",
+            "std": f"`std_{suffix}(x)`; `std_{suffix}(x, 0)` divides by n",
+        }
         if not self._arity(expr, here, low, high, usage.get(kind, "")):
             return POISON
         truth = kind in ("any", "all")
@@ -328,11 +412,21 @@ class Lowering:
         reducer = REDUCERS[suffix]
         if x.axis > reducer.finest:
             finer = _suffix(x.axis)
-            return self._error("E0405", here, expr, f"`{expr.func}` reduces over {reducer.over}; this has one value per {x.axis}",
-                               f"reduce that first, e.g. `{kind}_{suffix}(sum_{finer}(...))`")
+            return self._error(
+                "E0405",
+                here,
+                expr,
+                f"`{expr.func}` reduces over {reducer.over}; this has one value per {x.axis}",
+                f"reduce that first, e.g. `{kind}_{suffix}(sum_{finer}(...))`",
+            )
         if suffix == "v" and x.axis is not Axis.VOCAB:
-            return self._error("E0405", here, expr, f"`{expr.func}` reduces over the vocabulary, but nothing in it is indexed by [v]",
-                               "index the policies: `mu[v]`, `pi[v]`, `rho[v]`")
+            return self._error(
+                "E0405",
+                here,
+                expr,
+                f"`{expr.func}` reduces over the vocabulary, but nothing in it is indexed by [v]",
+                "index the policies: `mu[v]`, `pi[v]`, `rho[v]`",
+            )
         match kind:
             case "prod":
                 return ir.exp(ir.reduce("sum", suffix, ir.log(x)))
@@ -346,8 +440,13 @@ class Lowering:
 
     def _expand(self, function: Function, position: int, expr: ast.Call, here: _Here) -> Node:
         if function.parameters is None:
-            return self._error("E0402", here, expr, f"`{function.name}` is not a function",
-                               f"a product is written `{function.name} * (...)`")
+            return self._error(
+                "E0402",
+                here,
+                expr,
+                f"`{function.name}` is not a function",
+                f"a product is written `{function.name} * (...)`",
+            )
         n = len(function.parameters)
         if not self._arity(expr, here, n, n, f"`{function.name}({', '.join(function.parameters)})`"):
             return POISON
@@ -373,7 +472,7 @@ class Lowering:
         node = self._lower(self._tree(function.body), inside)
         if len(self.diagnostics) > before:  # a mistake inside a body is reported there, once
             return POISON if not node.is_bool else ir.TRUE
-        self.hint(node, function.name)
+        self._mark(function, node)
         return node
 
     def _defined(self, function: Function, position: int, here: _Here) -> Node:
@@ -382,8 +481,16 @@ class Lowering:
             self._count_call()
             inside = _Here(function.body, here.side, {}, self._horizon(function, position), function.name)
             self._cache[key] = self._lower(self._tree(function.body), inside)
-            self.hint(self._cache[key], function.name)
+            self._mark(function, self._cache[key])
         return self._cache[key]
+
+    def _mark(self, function: Function, node: Node) -> None:
+        """The name and, for the spec's own definitions, the line of a definition's value."""
+        self.hint(node, function.name)
+        if function in self.definitions:
+            line = function.body.span.source.line_col(function.body.span.start)[0]
+            for below in ir.topological(node):
+                self.origin.setdefault(id(below), (function.name, line))
 
     def _horizon(self, function: Function, position: int) -> int:
         """How many of the spec's definitions a body sees: those above it; the prelude sees none."""

@@ -118,7 +118,12 @@ def level_of(node: Node) -> Axis:
     """SEQUENCE or SEGMENT where a ratio or probability is reduced over an answer's or a turn's tokens, else TOKEN."""
     found = Axis.TOKEN
     for below in ir.topological(node):
-        if below.op == "reduce" and isinstance(below.attr, tuple) and below.attr[1] in "ts" and holds_ratio(below.args[0]):
+        if (
+            below.op == "reduce"
+            and isinstance(below.attr, tuple)
+            and below.attr[1] in "ts"
+            and holds_ratio(below.args[0])
+        ):
             found = min(found, Axis.SEQUENCE if below.attr[1] == "t" else Axis.SEGMENT)
     return found
 
@@ -137,8 +142,14 @@ def with_params(doc: SpecDoc, values: Mapping[str, float]) -> SpecDoc:
             from .errors import suggest
 
             listed = ", ".join(known) or "none"
-            errors.append(Diagnostic("E0602", f"`{doc.name.value}` has no parameter `{name}`", doc.name.span,
-                                     suggest(name, sorted(known)) or f"its parameters: {listed}"))
+            errors.append(
+                Diagnostic(
+                    "E0602",
+                    f"`{doc.name.value}` has no parameter `{name}`",
+                    doc.name.span,
+                    suggest(name, sorted(known)) or f"its parameters: {listed}",
+                )
+            )
             continue
         low, high = p.min.value if p.min else -float("inf"), p.max.value if p.max else float("inf")
         if not low <= value <= high:
@@ -146,7 +157,8 @@ def with_params(doc: SpecDoc, values: Mapping[str, float]) -> SpecDoc:
     if errors:
         raise SpecError(tuple(errors))
     params = tuple(
-        replace(p, default=Number(float(values[p.name.value]), p.span)) if p.name.value in values else p for p in doc.params
+        replace(p, default=Number(float(values[p.name.value]), p.span)) if p.name.value in values else p
+        for p in doc.params
     )
     return replace(doc, params=params)
 
@@ -170,8 +182,14 @@ def lower_spec(doc: SpecDoc) -> Method:
             errors.extend(d for d in error.diagnostics if d not in errors)
             found[key] = POISON
         except (TooLarge, RecursionError):
-            errors.append(Diagnostic("E0409", f"`{key}` is too large once its functions are written out", text.span,
-                                     "a method fits on a page; name shared parts under `where:`"))
+            errors.append(
+                Diagnostic(
+                    "E0409",
+                    f"`{key}` is too large once its functions are written out",
+                    text.span,
+                    "a method fits on a page; name shared parts under `where:`",
+                )
+            )
             found[key] = POISON
         return found[key]
 
@@ -202,8 +220,21 @@ def lower_spec(doc: SpecDoc) -> Method:
     for name, node in (("T", T), ("f", f), ("W", W)):
         lowering.hint(node, name)
 
-    method = Method(doc, T if given else None, f if given else None, W if given else None, kappa, objective or ir.ZERO,
-                    normaliser, tuple(terms), advantage, reward, keep, lowering.hints, lowering.origin)
+    method = Method(
+        doc,
+        T if given else None,
+        f if given else None,
+        W if given else None,
+        kappa,
+        objective or ir.ZERO,
+        normaliser,
+        tuple(terms),
+        advantage,
+        reward,
+        keep,
+        lowering.hints,
+        lowering.origin,
+    )
     if not errors:
         errors += _meaning(method, lowering)
         if objective is None:
@@ -222,7 +253,13 @@ def canonical_objective(method: Method) -> Node:
     first = ir.mul(ir.mul(ir.sg(method.W), A), ir.logp("pi"))
     if method.kappa is ir.ZERO:
         return first
-    return ir.sub(first, ir.mul(ir.mul(method.kappa, A), ir.reduce("sum", "v", ir.mul(ir.sg(centre_weight(method)), ir.logp("pi", Axis.VOCAB)))))
+    return ir.sub(
+        first,
+        ir.mul(
+            ir.mul(method.kappa, A),
+            ir.reduce("sum", "v", ir.mul(ir.sg(centre_weight(method)), ir.logp("pi", Axis.VOCAB))),
+        ),
+    )
 
 
 def centre_weight(method: Method) -> Node:
@@ -244,7 +281,12 @@ def _unused(doc: SpecDoc, lowering: Lowering) -> list[Diagnostic]:
     params = [(p.name, p.name.value, "parameter") for p in doc.params]
     inputs = [(i.name, i.name.value, "input") for i in doc.inputs]
     return [
-        Diagnostic("E0410", f"the {what} `{name}` is used nowhere", text.span, "use it or remove it: an option without effect misleads")
+        Diagnostic(
+            "E0410",
+            f"the {what} `{name}` is used nowhere",
+            text.span,
+            "use it or remove it: an option without effect misleads",
+        )
         for text, name, what in (*params, *inputs, *definitions)
         if name not in lowering.used
     ]
@@ -254,9 +296,21 @@ def _level(method: Method) -> list[Diagnostic]:
     claim = method.doc.level
     if claim is None or claim.value == method.level:
         return []
-    knob = "f" if method.f is not None and holds_ratio(method.f) else "T" if method.T is not None and holds_ratio(method.T) else "objective"
-    return [Diagnostic("E0501", f"`level: {claim.value}`, but `{knob}` works at the {method.level} level", claim.span,
-                       f"write `level: {method.level}`, or reduce the ratio over the answer (prod_t, geomean_t, ...) where you mean it")]
+    knob = (
+        "f"
+        if method.f is not None and holds_ratio(method.f)
+        else "T"
+        if method.T is not None and holds_ratio(method.T)
+        else "objective"
+    )
+    return [
+        Diagnostic(
+            "E0501",
+            f"`level: {claim.value}`, but `{knob}` works at the {method.level} level",
+            claim.span,
+            f"write `level: {method.level}`, or reduce the ratio over the answer (prod_t, geomean_t, ...) where you mean it",
+        )
+    ]
 
 
 def _centring(method: Method) -> list[Diagnostic]:
@@ -265,8 +319,14 @@ def _centring(method: Method) -> list[Diagnostic]:
     assert method.doc.kappa is not None
     for node in ir.topological(method.W):
         if node.op == "reduce" and isinstance(node.attr, tuple) and node.attr[1] != "v" and holds_ratio(node.args[0]):
-            return [Diagnostic("E0502", "kappa needs a weight per token, but W contains a statistic of the whole answer", method.doc.kappa.span,
-                               "sum_v mu(v) W_v s_v has zero mean only if W_v is a function of this prefix: use the ratio per token, or kappa: 0")]
+            return [
+                Diagnostic(
+                    "E0502",
+                    "kappa needs a weight per token, but W contains a statistic of the whole answer",
+                    method.doc.kappa.span,
+                    "sum_v mu(v) W_v s_v has zero mean only if W_v is a function of this prefix: use the ratio per token, or kappa: 0",
+                )
+            ]
     return []
 
 
@@ -287,8 +347,14 @@ def _bounds(method: Method, lowering: Lowering) -> list[Diagnostic]:
         _, most = interval(ir.sub(high, low), lambda n: ranges.get(id(n)))
         if most < 0:
             a, b = (interval(x, lambda n: ranges.get(id(n)))[0] for x in (low, high))
-            errors.append(Diagnostic("E0411", f"this interval is empty: its low end {a:g} is above its high end {b:g}", span,
-                                     "a bound is written as the bound itself, e.g. `1 + eps_high`; swap the two or mend the default"))
+            errors.append(
+                Diagnostic(
+                    "E0411",
+                    f"this interval is empty: its low end {a:g} is above its high end {b:g}",
+                    span,
+                    "a bound is written as the bound itself, e.g. `1 + eps_high`; swap the two or mend the default",
+                )
+            )
     return errors
 
 
@@ -302,10 +368,22 @@ def _differentiable(method: Method) -> list[Diagnostic]:
         try:
             differentiate((part,))
         except NotDifferentiable as error:
-            errors.append(Diagnostic("E0503", f"the gradient would flow through {error.what}, which has no closed form here", span,
-                                     "wrap that part in sg(...) if it is meant as a fixed weight"))
+            errors.append(
+                Diagnostic(
+                    "E0503",
+                    f"the gradient would flow through {error.what}, which has no closed form here",
+                    span,
+                    "wrap that part in sg(...) if it is meant as a fixed weight",
+                )
+            )
             continue
         if not depends_on_pi(part[1]):
-            errors.append(Diagnostic("E0504", "this has no gradient: nothing in it moves with pi", span,
-                                     "use pi, r or rho outside sg(...); a weight form is `sg(w) * A * log(pi)`"))
+            errors.append(
+                Diagnostic(
+                    "E0504",
+                    "this has no gradient: nothing in it moves with pi",
+                    span,
+                    "use pi, r or rho outside sg(...); a weight form is `sg(w) * A * log(pi)`",
+                )
+            )
     return errors

@@ -151,16 +151,28 @@ def parse_expression(text: Text) -> ast.Expr:
     if not value.strip():
         raise _error("E0301", text, 0, 0, "an expression is missing here", "write one, e.g. `r` or `1`")
     if len(value) > MAX_LENGTH:
-        raise _error("E0305", text, 0, 1, f"this expression has {len(value)} characters; the limit is {MAX_LENGTH}",
-                     "name its parts under `where:`")
+        raise _error(
+            "E0305",
+            text,
+            0,
+            1,
+            f"this expression has {len(value)} characters; the limit is {MAX_LENGTH}",
+            "name its parts under `where:`",
+        )
     _BUILD.depth, _BUILD._alive = {}, []
     try:
         tree = _parser().parse(value)
     except (_TooDeep, VisitError) as error:
         if isinstance(error, VisitError) and not isinstance(error.orig_exc, _TooDeep):
             raise
-        raise _error("E0305", text, 0, 1, f"this expression nests more than {MAX_DEPTH} levels deep",
-                     "name its parts under `where:`") from None
+        raise _error(
+            "E0305",
+            text,
+            0,
+            1,
+            f"this expression nests more than {MAX_DEPTH} levels deep",
+            "name its parts under `where:`",
+        ) from None
     except UnexpectedInput as error:
         raise _syntax_error(text, error) from None
     finally:
@@ -199,26 +211,43 @@ _CHARACTERS = {
 def _syntax_error(text: Text, error: UnexpectedInput) -> SpecError:
     value = text.value
     if isinstance(error, UnexpectedCharacters):
-        at = error.pos_in_stream
+        at = error.pos_in_stream or 0
         char = value[at]
         shown = char if char.isprintable() else f"U+{ord(char):04X}"
-        return _error("E0302", text, at, at + 1, f"`{shown}` does not belong here",
-                      _CHARACTERS.get(char, "expressions hold numbers, names, + - * / **, comparisons and calls"))
+        return _error(
+            "E0302",
+            text,
+            at,
+            at + 1,
+            f"`{shown}` does not belong here",
+            _CHARACTERS.get(char, "expressions hold numbers, names, + - * / **, comparisons and calls"),
+        )
     if isinstance(error, UnexpectedEOF) or (isinstance(error, UnexpectedToken) and error.token.type == "$END"):
         end = len(value.rstrip())
         open_at = _unclosed(value)
         if open_at is not None:
             closer = "]" if value[open_at] == "[" else ")"
             cut = text.span.source.text[text.chars[-1] : text.chars[-1] + 1] == ","
-            return _error("E0303", text, open_at, open_at + 1, f"this `{value[open_at]}` is never closed",
-                          'inside { } a comma ends the value: put the expression in "quotes" or on a line of its own'
-                          if cut else f"add the matching `{closer}`")
-        return _error("E0304", text, max(end - 1, 0), end, "the expression ends too early", "something must follow here")
+            return _error(
+                "E0303",
+                text,
+                open_at,
+                open_at + 1,
+                f"this `{value[open_at]}` is never closed",
+                'inside { } a comma ends the value: put the expression in "quotes" or on a line of its own'
+                if cut
+                else f"add the matching `{closer}`",
+            )
+        return _error(
+            "E0304", text, max(end - 1, 0), end, "the expression ends too early", "something must follow here"
+        )
     assert isinstance(error, UnexpectedToken)
     token = error.token
     start, end = _start(token), _end(token)
     before = value[:start].rstrip()
-    return _error("E0302", text, start, end, f"`{token}` does not belong here", _hint(str(token), before, value[end:].lstrip()))
+    return _error(
+        "E0302", text, start, end, f"`{token}` does not belong here", _hint(str(token), before, value[end:].lstrip())
+    )
 
 
 def _hint(token: str, before: str, after: str) -> str:
@@ -234,7 +263,9 @@ def _hint(token: str, before: str, after: str) -> str:
     if token == "if" or (token == "else" and " if " not in before):
         return "write `value if condition else other`"
     if token in ("<", ">", "<=", ">=", "==", "!="):
-        return "a value is missing before the comparison" if not last.isalnum() else "chain comparisons as `a <= x <= b`"
+        return (
+            "a value is missing before the comparison" if not last.isalnum() else "chain comparisons as `a <= x <= b`"
+        )
     if token == ",":
         return "a comma separates arguments or the ends of an interval"
     if token[:1] in "+*/" and (not last or last in "+-*/(,<>="):

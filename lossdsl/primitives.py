@@ -141,19 +141,25 @@ PRIMITIVES: dict[str, Primitive] = {
         np.add,
         lambda n: (ir.ONE, ir.ONE),
         lambda a, b: (a[0] + b[0], a[1] + b[1]),
-        "{0} + {1}", SUM, (SUM, PRODUCT),
+        "{0} + {1}",
+        SUM,
+        (SUM, PRODUCT),
     ),
     "sub": Primitive(
         np.subtract,
         lambda n: (ir.ONE, ir.const(-1)),
         lambda a, b: (a[0] - b[1], a[1] - b[0]),
-        "{0} - {1}", SUM, (SUM, PRODUCT),
+        "{0} - {1}",
+        SUM,
+        (SUM, PRODUCT),
     ),
     "mul": Primitive(
         np.multiply,
         lambda n: (n.args[1], n.args[0]),
         _products,
-        "{0} * {1}", PRODUCT, (PRODUCT, UNARY),
+        "{0} * {1}",
+        PRODUCT,
+        (PRODUCT, UNARY),
     ),
     "div": Primitive(
         _div,
@@ -161,9 +167,7 @@ PRIMITIVES: dict[str, Primitive] = {
         _quotient,
         "div({0}, {1})",
     ),
-    "neg": Primitive(
-        np.negative, lambda n: (ir.const(-1),), lambda a: (-a[1], -a[0]), "-{0}", UNARY, (UNARY,)
-    ),
+    "neg": Primitive(np.negative, lambda n: (ir.const(-1),), lambda a: (-a[1], -a[0]), "-{0}", UNARY, (UNARY,)),
     "pow": Primitive(
         _pow,
         lambda n: (
@@ -171,7 +175,9 @@ PRIMITIVES: dict[str, Primitive] = {
             ir.mul(n, ir.log(n.args[0])),
         ),
         _power,
-        "{0} ** {1}", POWER, (ATOM, UNARY),
+        "{0} ** {1}",
+        POWER,
+        (ATOM, UNARY),
     ),
     "exp": Primitive(
         lambda a: np.exp(np.minimum(a, EXP_CEILING)),

@@ -53,14 +53,19 @@ def prove(method: Method) -> tuple[Method, tuple[Diagnostic, ...]]:
             continue
         if not found:
             return replace(method, proof="proved"), ()
-        region = next((cell for cell in found if all(f.sign for f in cell)), found[0])  # rather an open cell than an edge
+        region = next(
+            (cell for cell in found if all(f.sign for f in cell)), found[0]
+        )  # rather an open cell than an edge
     witness = _witness(method, objective, claim)
     if witness is not None:
         return method, (_disagreement(method, region, witness),)
     points = f"sampled, {SAMPLES} batches"
     warning = Diagnostic(
-        "W0701", f"objective and knobs agree on every sample ({points}) but this could not be proved", method.doc.objective.span,
-        "write the weight the way the objective's derivative reads, or give only one of the two", severity="warning",
+        "W0701",
+        f"objective and knobs agree on every sample ({points}) but this could not be proved",
+        method.doc.objective.span,
+        "write the weight the way the objective's derivative reads, or give only one of the two",
+        severity="warning",
     )
     return replace(method, proof=points), (warning,)
 
@@ -85,7 +90,9 @@ def per_entry(gradient: Gradient) -> Node:
     return total
 
 
-def differences(method: Method, one: Gradient, other: Gradient, opaque: tuple[Node, ...] = ()) -> Iterator[tuple[Fact, ...]]:
+def differences(
+    method: Method, one: Gradient, other: Gradient, opaque: tuple[Node, ...] = ()
+) -> Iterator[tuple[Fact, ...]]:
     """The cells in which the two gradients are not the same polynomial; none means they are proved equal."""
     bounds = {p.name.value: (p.min.value if p.min else None, p.max.value if p.max else None) for p in method.params}
     algebra = Algebra(bounds, opaque)
@@ -118,7 +125,9 @@ def _disagreement(method: Method, region: tuple[Fact, ...], witness: Witness) ->
 def describe_region(facts: tuple[Fact, ...], method: Method) -> str:
     """`A > 0, r > 1 + eps`: the cell in words."""
     sign = {1: ">", 0: "==", -1: "<"}
-    return ", ".join(f"{infix(f.left, method.hints, 60)} {sign[f.sign]} {infix(f.right, method.hints, 60)}" for f in facts)
+    return ", ".join(
+        f"{infix(f.left, method.hints, 60)} {sign[f.sign]} {infix(f.right, method.hints, 60)}" for f in facts
+    )
 
 
 def _witness(method: Method, one: Gradient, other: Gradient) -> Witness | None:

@@ -179,7 +179,7 @@ def _reduce(node: Node, args: list[Array], batch: Batch) -> Array:
     if suffix == "v":
         if kind == "sum":
             return np.asarray(x.sum(-1))
-        return np.asarray({"max": np.max, "min": np.min, "any": np.any}[kind](x, axis=-1))
+        return np.asarray(x.max(-1) if kind == "max" else x.min(-1) if kind == "min" else x.any(-1))
     if suffix == "b":
         ids, n = np.zeros(x.size, np.int64), 1
         x = x.reshape(-1)
@@ -189,7 +189,7 @@ def _reduce(node: Node, args: list[Array], batch: Batch) -> Array:
         ids, n = batch.parent({"t": Axis.SEQUENCE, "s": Axis.SEGMENT, "g": Axis.GROUP}[suffix])
     if kind == "loo":
         total, size = _by(ids, n, x), np.bincount(ids, minlength=n)
-        return (total[ids] - x) / (size[ids] - 1.0)
+        return np.asarray((total[ids] - x) / (size[ids] - 1.0))
     result = _statistic(kind, x, ids, n, extra)
     return result.reshape(()) if suffix == "b" else result
 

@@ -9,7 +9,7 @@ import numpy as np
 from . import ir
 from .axes import Axis
 from .method import Method, advantage_of
-from .reference import Batch
+from .reference import Array, Batch
 
 VOCAB = 6
 
@@ -20,7 +20,9 @@ def sample_batches(method: Method, count: int, seed: int = 0) -> Iterator[Batch]
         yield sample_batch(method, np.random.default_rng([seed, number]), spread=(0.01, 0.3, 1.5)[number % 3])
 
 
-def sample_batch(method: Method, rng: np.random.Generator, spread: float = 0.5, groups: int = 3, size: int = 3, longest: int = 6) -> Batch:
+def sample_batch(
+    method: Method, rng: np.random.Generator, spread: float = 0.5, groups: int = 3, size: int = 3, longest: int = 6
+) -> Batch:
     """One batch: `groups` prompts of `size` answers of 0 to `longest` tokens, all four policies, a small vocabulary."""
     n_seqs = groups * size
     lengths = rng.integers(0, longest + 1, n_seqs)
@@ -33,11 +35,15 @@ def sample_batch(method: Method, rng: np.random.Generator, spread: float = 0.5, 
     tokens = rng.integers(0, VOCAB, n)
     logp = {policy: x[np.arange(n), tokens] for policy, x in logp_v.items()}
     A = advantage_of(method)
-    values: dict[str, object] = {"A": rng.choice([-2.0, -1.0, 0.0, 0.5, 1.0], size=n if A.axis is Axis.TOKEN else n_seqs)}
+    values: dict[str, Array | float] = {
+        "A": rng.choice([-2.0, -1.0, 0.0, 0.5, 1.0], size=n if A.axis is Axis.TOKEN else n_seqs)
+    }
     values["R"] = rng.choice([0.0, 0.3, 1.0], size=n_seqs)
     shape = {"token": n, "segment": n_seqs, "sequence": n_seqs, "group": groups, "batch": 1}
     for declared in method.doc.inputs:
         if declared.name.value != "A":
             x = rng.uniform(0.1, 2.0, size=shape[declared.axis.value])
             values[declared.name.value] = x if declared.axis.value != "batch" else float(x[0])
-    return Batch(seq=seq, n_seqs=n_seqs, group=np.repeat(np.arange(groups), size), logp=logp, logp_v=logp_v, values=values)  # type: ignore[arg-type]
+    return Batch(
+        seq=seq, n_seqs=n_seqs, group=np.repeat(np.arange(groups), size), logp=logp, logp_v=logp_v, values=values
+    )

@@ -59,7 +59,9 @@ class Schedule:
             found["advantages"] = "A weighs every token's gradient"
         for policy in self.policies:
             if policy != "pi":
-                found[POLICY_INPUTS[policy]] = f"log-probs of the sampled tokens under {policy} ({POLICY_WORDS[policy]}): {self._why(policy)}"
+                found[POLICY_INPUTS[policy]] = (
+                    f"log-probs of the sampled tokens under {policy} ({POLICY_WORDS[policy]}): {self._why(policy)}"
+                )
         for policy in self.distributions:
             if policy != "pi":
                 found[f"{policy}_logprobs"] = f"the whole next-token distribution of {policy} ({POLICY_WORDS[policy]})"
@@ -79,21 +81,29 @@ class Schedule:
         roots = self.method.loss_side
         centre = self.centre
         return tuple(
-            n for n in ir.topological(*roots)
-            if n.op == "reduce" and isinstance(n.attr, tuple) and n.attr[1] == "v" and (centre is None or n is not centre.node)
+            n
+            for n in ir.topological(*roots)
+            if n.op == "reduce"
+            and isinstance(n.attr, tuple)
+            and n.attr[1] == "v"
+            and (centre is None or n is not centre.node)
         )
 
     @cached_property
     def centre(self) -> VocabularySum | None:
         """The sum_v sg(w(v)) log pi(v) whose slope is the weight itself: the centring term."""
         for term in self.method.gradient.sums:
-            if term.node.args[0].op == "mul" and term.slope.op == "sg" and ir.logp("pi", Axis.VOCAB) in term.node.args[0].args:
+            if (
+                term.node.args[0].op == "mul"
+                and term.slope.op == "sg"
+                and ir.logp("pi", Axis.VOCAB) in term.node.args[0].args
+            ):
                 return term
         return None
 
     @cached_property
     def advantages(self) -> str:
-        """"token": one per token is required; "sequence": only one per answer is sound; "either"."""
+        """ "token": one per token is required; "sequence": only one per answer is sound; "either"."""
         A = advantage_of(self.method)
         if A.axis is Axis.TOKEN:
             return "token"
@@ -138,7 +148,9 @@ class Schedule:
         Then the tail, modelled as mu(v) = gamma * pi(v), is one bucket: a sum over it of g(pi(v), mu(v)) is g of the
         two tail masses.
         """
-        reads_mu = [n for n in (*self.vocabulary_sums, *((self.centre.node,) if self.centre else ())) if _reads(n, "mu")]
+        reads_mu = [
+            n for n in (*self.vocabulary_sums, *((self.centre.node,) if self.centre else ())) if _reads(n, "mu")
+        ]
         others = any(not _reads(n, "mu") for n in self.vocabulary_sums)
         if not reads_mu or others or set(self.distributions) - {"pi", "mu"}:
             return False
@@ -156,11 +168,16 @@ class Schedule:
 
     def _reduces(self, suffix: str) -> bool:
         return any(
-            n.op == "reduce" and isinstance(n.attr, tuple) and n.attr[1] == suffix for n in ir.topological(*self.method.loss_side)
+            n.op == "reduce" and isinstance(n.attr, tuple) and n.attr[1] == suffix
+            for n in ir.topological(*self.method.loss_side)
         )
 
     def _why(self, policy: str) -> str:
-        ratios = [r for r, pair in ir.RATIOS.items() if policy in pair and any(n.op == "logratio" and n.attr == r for n in self._leaves)]
+        ratios = [
+            r
+            for r, pair in ir.RATIOS.items()
+            if policy in pair and any(n.op == "logratio" and n.attr == r for n in self._leaves)
+        ]
         if ratios:
             return " and ".join(f"{r} = {ir.RATIOS[r][0]}/{ir.RATIOS[r][1]}" for r in ratios) + " is read"
         return "its probability is read"
@@ -169,7 +186,11 @@ class Schedule:
         """A stable listing: what `lossdsl show --emit schedule` prints."""
         lines = [f"schedule {self.method.name}", "needs:"]
         lines += [f"  {name}: {why}" for name, why in self.needs.items()] or ["  nothing but logp and mask"]
-        lines += ["before the forward:", f"  counts: {', '.join(self.counts) or 'none'}", f"  advantages: {self.advantages}"]
+        lines += [
+            "before the forward:",
+            f"  counts: {', '.join(self.counts) or 'none'}",
+            f"  advantages: {self.advantages}",
+        ]
         lines += [
             "pass over the logits:",
             f"  log-prob of the sampled token under pi; distributions read: {', '.join(self.distributions) or 'none'}",
@@ -185,7 +206,11 @@ class Schedule:
 
     @property
     def _answer_statistics(self) -> tuple[str, ...]:
-        found = [n for n in ir.topological(*self.method.loss_side) if n.op == "reduce" and isinstance(n.attr, tuple) and n.attr[1] in "ts"]
+        found = [
+            n
+            for n in ir.topological(*self.method.loss_side)
+            if n.op == "reduce" and isinstance(n.attr, tuple) and n.attr[1] in "ts"
+        ]
         names = [infix(n, {}, 60) for n in found]
         return tuple(dict.fromkeys(["len", *names] if "len" in self.counts else names))
 

@@ -53,7 +53,9 @@ def log_bound(node: Node) -> Node:
 REWRITES = (erase, select, compare_logs)
 
 
-def simplify(roots: tuple[Node, ...], hints: MutableMapping[int, str], origin: MutableMapping[int, tuple[str, int]]) -> tuple[Node, ...]:
+def simplify(
+    roots: tuple[Node, ...], hints: MutableMapping[int, str], origin: MutableMapping[int, tuple[str, int]]
+) -> tuple[Node, ...]:
     """All rewrites on all roots at once; names and spec lines follow the values they belong to."""
     for rule in REWRITES:
         memo: dict[int, Node] = {}

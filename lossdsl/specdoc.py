@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keyword
 import math
 import re
 from collections.abc import Iterator
@@ -13,9 +12,22 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from . import yamlnodes
 from .errors import Diagnostic, Source, Span, SpecError, suggest
+from .names import why_not
 from .yamlnodes import Mapping, Node, Scalar, Sequence, read_source
 
-__all__ = ["Cite", "Definition", "InputDoc", "Number", "ParamDoc", "SpecDoc", "TermDoc", "Text", "json_schema", "read_source", "read_spec"]
+__all__ = [
+    "Cite",
+    "Definition",
+    "InputDoc",
+    "Number",
+    "ParamDoc",
+    "SpecDoc",
+    "TermDoc",
+    "Text",
+    "json_schema",
+    "read_source",
+    "read_spec",
+]
 
 LANGUAGE = 1  # the version of the language that this build reads
 
@@ -168,7 +180,9 @@ class _Spec(_Model):
     note: _Doc = Field("", description="where sources disagree, and what was chosen")
     params: dict[str, _Param] = Field(default_factory=dict)
     inputs: dict[str, _Input] = Field(default_factory=dict)
-    where: dict[str, _Expr] = Field(default_factory=dict, description="names and functions that later keys use, in order")
+    where: dict[str, _Expr] = Field(
+        default_factory=dict, description="names and functions that later keys use, in order"
+    )
     level: Literal["token", "segment", "sequence"] | None = None
     T: _Expr | None = Field(None, description="trust region, a stop-gradient weight")
     f: _Expr | None = Field(None, description="off-policy correction, a stop-gradient weight")
@@ -188,37 +202,9 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-# --- names ----------------------------------------------------------------------------------------------------------------
-
-_FUNCTIONS = "exp log abs sqrt min max clip sigmoid tanh sg".split()
-_NAMES = "pi prox mu ref r c rho A R T f W len n_tokens n_seqs n_groups group_size group_tokens entropy v kappa".split()
-_PRELUDE = ("M kl tv k1 k2 k3 binary_kl binary_tv token_mean group_token_mean seq_mean_token_mean group_mean_token_mean seq_mean_token_sum "
-            "group_mean_token_sum seq_mean_token_sum_norm sum").split()  # fmt: skip
-_MODULE = ("logp prox_logp mu_logp ref_logp mask advantages groups seq_ids segment_ids counts length tokens logits hidden lm_head_weight bias temperature "
-           "shift compile debug metrics on_missing rewards lengths mu_logprobs mu_topk_ids mu_topk_logprobs prox_logprobs ref_logprobs "
-           "ax div log_bound torch Tensor Weights PolicyLoss Loss lam value coef self training forward prepare keep reward shape needs name rescale "
-           "spec_hash grads centre distribution d_distribution weights float log_pi log_prox log_mu log_ref").split()  # fmt: skip
-
-LANGUAGE_NAMES = frozenset([*_FUNCTIONS, *_NAMES, *_PRELUDE])  # mean something in an expression
-MODULE_NAMES = frozenset(_MODULE)  # mean something in the generated module
-_REDUCTION = re.compile(r"(sum|mean|prod|geomean|max|min|any|all|std|quantile|loo)_[tsgbv]")
-_IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
-_SIGNATURE = re.compile(r"([A-Za-z][A-Za-z0-9_]*)\s*(?:\(\s*([A-Za-z][A-Za-z0-9_]*(?:\s*,\s*[A-Za-z][A-Za-z0-9_]*)*)?\s*\))?")
-
-
-def _bad_name(name: str, argument: bool = False) -> str | None:
-    """Why a name cannot be given to a parameter, input or definition (or to a function's argument)."""
-    if not _IDENTIFIER.fullmatch(name):
-        return "a name is a letter, then letters, digits or _, at most 40 in all"
-    if keyword.iskeyword(name) or name in ("None", "True", "False"):
-        return "this is a word of Python, and parameters become Python arguments"
-    if argument:
-        return "this already means something in the language" if name in _FUNCTIONS or _REDUCTION.fullmatch(name) else None
-    if name in LANGUAGE_NAMES or _REDUCTION.fullmatch(name):
-        return "this already means something in the language"
-    if name in MODULE_NAMES or name.startswith("__"):
-        return "this name is taken in the generated module"
-    return None
+_SIGNATURE = re.compile(
+    r"([A-Za-z][A-Za-z0-9_]*)\s*(?:\(\s*([A-Za-z][A-Za-z0-9_]*(?:\s*,\s*[A-Za-z][A-Za-z0-9_]*)*)?\s*\))?"
+)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------------------
@@ -242,7 +228,14 @@ def read_spec(source: Source) -> SpecDoc:
         raise SpecError(_structure_error(e, source, keys, nodes) for e in error.errors()) from None
     errors = list(_name_errors(spec, keys)) + list(_bound_errors(spec, keys, nodes))
     if spec.T is None and spec.f is None and spec.objective is None and not spec.terms:
-        errors.append(Diagnostic("E0208", "this spec says nothing to maximise", keys[("name",)].span, "give `objective:`, or weights `T:` and `f:`, or both"))
+        errors.append(
+            Diagnostic(
+                "E0208",
+                "this spec says nothing to maximise",
+                keys[("name",)].span,
+                "give `objective:`, or weights `T:` and `f:`, or both",
+            )
+        )
     if errors:
         raise SpecError(errors)
     return _document(spec, source, keys, nodes)
@@ -272,12 +265,22 @@ def _structure_error(error: Any, source: Source, keys: dict[_Path, Scalar], node
     key = str(path[-1]) if path else ""
     if kind == "extra_forbidden":
         known = _known_keys(path)
-        return Diagnostic("E0201", f"unknown key `{key}`", keys[path].span, suggest(key, known) or f"the keys here are {', '.join(known)}")
+        return Diagnostic(
+            "E0201",
+            f"unknown key `{key}`",
+            keys[path].span,
+            suggest(key, known) or f"the keys here are {', '.join(known)}",
+        )
     if kind == "missing":
         above = path[:-1]
         span = keys[above].span if above in keys else Span(source, 0, 1) if not above else nodes[above].span
-        help = {"lossdsl": f"start with `lossdsl: {LANGUAGE}`", "name": "e.g. `name: my_method`", "add": "e.g. `add: -beta * k3(ref, pi)`",
-                "normaliser": "what one token weighs: token_mean, seq_mean_token_mean, ...", "axis": "one of batch, group, sequence, segment, token"}
+        help = {
+            "lossdsl": f"start with `lossdsl: {LANGUAGE}`",
+            "name": "e.g. `name: my_method`",
+            "add": "e.g. `add: -beta * k3(ref, pi)`",
+            "normaliser": "what one token weighs: token_mean, seq_mean_token_mean, ...",
+            "axis": "one of batch, group, sequence, segment, token",
+        }
         return Diagnostic("E0203", f"the key `{key}` is missing", span, help.get(key, ""))
     node = nodes.get(path) or nodes.get(path[:-1])
     span = node.span if node is not None else Span(source, 0, 1)
@@ -285,16 +288,31 @@ def _structure_error(error: Any, source: Source, keys: dict[_Path, Scalar], node
     if kind == "value_error":
         return Diagnostic("E0204", f"`{key}` must be a number: {context['error']}", span, "e.g. 0.2, 3e-4")
     if kind == "literal_error" and key == "lossdsl":
-        return Diagnostic("E0205", f"this build reads version {LANGUAGE} of the language, not `{written[:20]}`", span, f"write `lossdsl: {LANGUAGE}`")
+        return Diagnostic(
+            "E0205",
+            f"this build reads version {LANGUAGE} of the language, not `{written[:20]}`",
+            span,
+            f"write `lossdsl: {LANGUAGE}`",
+        )
     if kind == "literal_error":
         expected = str(context["expected"]).replace("'", "`")
         return Diagnostic("E0205", f"`{key}` cannot be `{written[:40]}`", span, f"one of {expected}")
     if kind == "string_pattern_mismatch":
-        return Diagnostic("E0206", f"`{written[:40]}` cannot be a method's name", span, "lower-case letters, digits and _, starting with a letter")
+        return Diagnostic(
+            "E0206",
+            f"`{written[:40]}` cannot be a method's name",
+            span,
+            "lower-case letters, digits and _, starting with a letter",
+        )
     if kind == "string_too_long":
         return Diagnostic("E0209", f"`{key}` is longer than {context['max_length']} characters", span, "shorten it")
-    wanted = {"string_type": "a text", "model_type": "a mapping of keys", "model_attributes_type": "a mapping of keys", "dict_type": "a mapping of names",
-              "list_type": "a list (lines that start with `- `)"}.get(kind, "something else")
+    wanted = {
+        "string_type": "a text",
+        "model_type": "a mapping of keys",
+        "model_attributes_type": "a mapping of keys",
+        "dict_type": "a mapping of names",
+        "list_type": "a list (lines that start with `- `)",
+    }.get(kind, "something else")
     found = {Scalar: "a text", Mapping: "a mapping", Sequence: "a list"}.get(type(node), "something else")
     return Diagnostic("E0202", f"`{key}` must be {wanted}, here is {found}", span, _example(key))
 
@@ -316,26 +334,38 @@ def _name_errors(spec: _Spec, keys: dict[_Path, Scalar]) -> Iterator[Diagnostic]
     def claim(name: str, key: Scalar) -> Iterator[Diagnostic]:
         if name in taken:
             line = key.span.source.line_col(taken[name].span.start)[0]
-            yield Diagnostic("E0206", f"the name `{name}` is given twice", key.span, f"it already stands on line {line}")
+            yield Diagnostic(
+                "E0206", f"the name `{name}` is given twice", key.span, f"it already stands on line {line}"
+            )
         taken[name] = key
 
     for group in ("params", "inputs"):
         for name in getattr(spec, group):
             key = keys[(group, name)]
-            why = None if group == "inputs" and name == "A" else _bad_name(name)
+            why = None if group == "inputs" and name == "A" else why_not(name)
             if why:
                 yield Diagnostic("E0206", f"`{name[:40]}` cannot be a name here", key.span, why)
             yield from claim(name, key)
     if "A" in spec.inputs and spec.inputs["A"].axis not in ("token", "sequence"):
-        yield Diagnostic("E0205", f"the advantage `A` cannot be per {spec.inputs['A'].axis}", keys[("inputs", "A")].span, "token or sequence")
+        yield Diagnostic(
+            "E0205",
+            f"the advantage `A` cannot be per {spec.inputs['A'].axis}",
+            keys[("inputs", "A")].span,
+            "token or sequence",
+        )
     for written in spec.where:
         key = keys[("where", written)]
         match = _SIGNATURE.fullmatch(written.strip())
         if match is None:
-            yield Diagnostic("E0206", f"`{written[:40]}` cannot be defined", key.span, "an entry is `name: expression` or `name(x, y): expression`")
+            yield Diagnostic(
+                "E0206",
+                f"`{written[:40]}` cannot be defined",
+                key.span,
+                "an entry is `name: expression` or `name(x, y): expression`",
+            )
             continue
         arguments = [a.strip() for a in (match[2] or "").split(",") if a.strip()]
-        for name, why in [(match[1], _bad_name(match[1])), *((a, _bad_name(a, argument=True)) for a in arguments)]:
+        for name, why in [(match[1], why_not(match[1])), *((a, why_not(a, argument=True)) for a in arguments)]:
             if why:
                 yield Diagnostic("E0206", f"`{name[:40]}` cannot be a name here", key.span, why)
         if len(set(arguments)) < len(arguments):
@@ -347,9 +377,16 @@ def _bound_errors(spec: _Spec, keys: dict[_Path, Scalar], nodes: dict[_Path, Nod
     for name, p in spec.params.items():
         low, high = -math.inf if p.min is None else p.min, math.inf if p.max is None else p.max
         if low > high:
-            yield Diagnostic("E0207", f"`{name}` has min {low:g} above max {high:g}", keys[("params", name)].span, "swap them")
+            yield Diagnostic(
+                "E0207", f"`{name}` has min {low:g} above max {high:g}", keys[("params", name)].span, "swap them"
+            )
         elif p.default is not None and not low <= p.default <= high:
-            yield Diagnostic("E0207", f"the default {p.default:g} of `{name}` is outside [{low:g}, {high:g}]", nodes[("params", name, "default")].span, "change one of them")
+            yield Diagnostic(
+                "E0207",
+                f"the default {p.default:g} of `{name}` is outside [{low:g}, {high:g}]",
+                nodes[("params", name, "default")].span,
+                "change one of them",
+            )
 
 
 def _document(spec: _Spec, source: Source, keys: dict[_Path, Scalar], nodes: dict[_Path, Node]) -> SpecDoc:
@@ -367,19 +404,44 @@ def _document(spec: _Spec, source: Source, keys: dict[_Path, Scalar], nodes: dic
         return None if node is None else Number(float(node.value), node.span)
 
     params = tuple(
-        ParamDoc(keys[("params", n)], number("params", n, "default"), number("params", n, "min"), number("params", n, "max"), p.doc, keys[("params", n)].span)
+        ParamDoc(
+            keys[("params", n)],
+            number("params", n, "default"),
+            number("params", n, "min"),
+            number("params", n, "max"),
+            p.doc,
+            keys[("params", n)].span,
+        )
         for n, p in spec.params.items()
     )
     inputs = tuple(InputDoc(keys[("inputs", n)], known("inputs", n, "axis"), i.doc) for n, i in spec.inputs.items())
     where = tuple(Definition(keys[("where", n)], known("where", n)) for n in spec.where)
     terms = tuple(
-        TermDoc(text("terms", i, "name"), known("terms", i, "add"), text("terms", i, "mask"), _dashes(text("terms", i, "normaliser")), t.doc)
+        TermDoc(
+            text("terms", i, "name"),
+            known("terms", i, "add"),
+            text("terms", i, "mask"),
+            _dashes(text("terms", i, "normaliser")),
+            t.doc,
+        )
         for i, t in enumerate(spec.terms)
     )
     cite = None if spec.cite is None else Cite(spec.cite.paper, spec.cite.where, spec.cite.url)
     expressions = {k: text(k) for k in ("level", "T", "f", "kappa", "objective", "advantage", "reward", "keep")}
-    return SpecDoc(source=source, name=known("name"), title=spec.title, cite=cite, note=spec.note, params=params, inputs=inputs, where=where,
-                   normaliser=_dashes(text("normaliser")), terms=terms, allow=_allowances(source), **expressions)  # fmt: skip
+    return SpecDoc(
+        source=source,
+        name=known("name"),
+        title=spec.title,
+        cite=cite,
+        note=spec.note,
+        params=params,
+        inputs=inputs,
+        where=where,
+        normaliser=_dashes(text("normaliser")),
+        terms=terms,
+        allow=_allowances(source),
+        **expressions,
+    )
 
 
 def _dashes(text: Text | None) -> Text | None:

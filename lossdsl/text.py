@@ -8,8 +8,18 @@ from . import ir
 from .axes import Axis
 from .ir import Node
 
-_INFIX = {"add": ("+", 4), "sub": ("-", 4), "mul": ("*", 5), "div": ("/", 5), "pow": ("**", 7),
-          "lt": ("<", 3), "le": ("<=", 3), "eq": ("==", 3), "and": ("and", 1), "or": ("or", 0)}
+_INFIX = {
+    "add": ("+", 4),
+    "sub": ("-", 4),
+    "mul": ("*", 5),
+    "div": ("/", 5),
+    "pow": ("**", 7),
+    "lt": ("<", 3),
+    "le": ("<=", 3),
+    "eq": ("==", 3),
+    "and": ("and", 1),
+    "or": ("or", 0),
+}
 _LOOSEST = -1
 
 
@@ -53,7 +63,9 @@ class _Infix:
                     return f"1[{self.text(cond, _LOOSEST)}]"
                 text = f"{self.text(then, 0)} if {self.text(cond, 0)} else {self.text(other, _LOOSEST)}"
                 return self._bracket(text, _LOOSEST, outer)
-            case "exp" if node.args[0].op == "reduce" and isinstance(node.args[0].attr, tuple) and node.args[0].attr[1] in "ts":
+            case "exp" if (
+                node.args[0].op == "reduce" and isinstance(node.args[0].attr, tuple) and node.args[0].attr[1] in "ts"
+            ):
                 kind, suffix = node.args[0].attr
                 written = {"sum": "prod", "mean": "geomean"}.get(kind)
                 if written:

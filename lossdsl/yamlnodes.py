@@ -56,7 +56,11 @@ def read_source(path: Path) -> Source:
             data = file.read(1024 * 1024 + 1)
         text = data.decode("utf-8-sig")
     except FileNotFoundError:
-        raise _plain("E0101", f"there is no file {path}", "`lossdsl new NAME` starts a spec; built-ins go by name: `lossdsl list`") from None
+        raise _plain(
+            "E0101",
+            f"there is no file {path}",
+            "`lossdsl new NAME` starts a spec; built-ins go by name: `lossdsl list`",
+        ) from None
     except IsADirectoryError:
         raise _plain("E0101", f"{path} is a folder", "name a spec file in it") from None
     except UnicodeDecodeError as error:
@@ -79,7 +83,9 @@ def read_tree(source: Source) -> Mapping:
     if errors:
         raise SpecError(errors)
     if not isinstance(root, Mapping):
-        raise SpecError((Diagnostic("E0106", "a spec is a mapping of keys to values", _at(source, 0), "start with `lossdsl: 1`"),))
+        raise SpecError(
+            (Diagnostic("E0106", "a spec is a mapping of keys to values", _at(source, 0), "start with `lossdsl: 1`"),)
+        )
     return root
 
 
@@ -94,11 +100,17 @@ def _at(source: Source, offset: int) -> Span:
 def _check_text(source: Source) -> None:
     size = len(source.text.encode("utf-8", "replace"))
     if size > MAX_BYTES:
-        raise _plain("E0102", f"{source.name} has {size} bytes; a spec has at most {MAX_BYTES}", "a method fits on a page")
+        raise _plain(
+            "E0102", f"{source.name} has {size} bytes; a spec has at most {MAX_BYTES}", "a method fits on a page"
+        )
     for offset, char in enumerate(source.text):
         if char in "\n\r" or (char.isprintable() and not 0xD800 <= ord(char) <= 0xDFFF):
             continue
-        what = "a tab" if char == "\t" else f"the character U+{ord(char):04X} ({unicodedata.name(char, 'control').lower()})"
+        what = (
+            "a tab"
+            if char == "\t"
+            else f"the character U+{ord(char):04X} ({unicodedata.name(char, 'control').lower()})"
+        )
         help = "indent with spaces" if char == "\t" else "remove it: it is invisible or changes what a reader sees"
         raise SpecError((Diagnostic("E0103", f"{what} is not allowed in a spec", _at(source, offset), help),))
 
@@ -110,25 +122,70 @@ def _events(source: Source) -> list[yaml.Event]:
     try:
         for event in yaml.parse(source.text, Loader=yaml.SafeLoader):
             found.append(event)
-            where = Span(source, event.start_mark.index, max(event.end_mark.index, event.start_mark.index + 1))
+            start, end = _marks(event)
+            where = Span(source, start, max(end, start + 1))
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-                raise SpecError((Diagnostic("E0104", "anchors and aliases (& and *) are not allowed in a spec", where,
-                                            "write the value out; put an expression that starts with * or & in quotes"),))
+                raise SpecError(
+                    (
+                        Diagnostic(
+                            "E0104",
+                            "anchors and aliases (& and *) are not allowed in a spec",
+                            where,
+                            "write the value out; put an expression that starts with * or & in quotes",
+                        ),
+                    )
+                )
             if getattr(event, "tag", None) is not None:
-                raise SpecError((Diagnostic("E0104", f"the tag `{event.tag}` is not allowed in a spec", where, "values are plain text; the expression `not x` is written so, `!x` is a tag"),))
+                raise SpecError(
+                    (
+                        Diagnostic(
+                            "E0104",
+                            f"the tag `{getattr(event, 'tag', '')}` is not allowed in a spec",
+                            where,
+                            "values are plain text; the expression `not x` is written so, `!x` is a tag",
+                        ),
+                    )
+                )
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             documents += isinstance(event, yaml.DocumentStartEvent)
             if documents > 1:
-                raise SpecError((Diagnostic("E0104", "a file holds one spec; here a second document starts", where, "one file per method"),))
+                raise SpecError(
+                    (
+                        Diagnostic(
+                            "E0104",
+                            "a file holds one spec; here a second document starts",
+                            where,
+                            "one file per method",
+                        ),
+                    )
+                )
             if depth > MAX_DEPTH or len(found) > MAX_EVENTS:
-                raise SpecError((Diagnostic("E0102", "this is nested too deep or holds too many values for a spec", where, "a method fits on a page"),))
+                raise SpecError(
+                    (
+                        Diagnostic(
+                            "E0102",
+                            "this is nested too deep or holds too many values for a spec",
+                            where,
+                            "a method fits on a page",
+                        ),
+                    )
+                )
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         offset = min(mark.index, max(len(source.text) - 1, 0)) if mark else 0
-        raise SpecError((Diagnostic("E0105", f"not YAML: {_one_line(error)}", _at(source, offset), _yaml_help(error)),)) from None
+        raise SpecError(
+            (Diagnostic("E0105", f"not YAML: {_one_line(error)}", _at(source, offset), _yaml_help(error)),)
+        ) from None
     except yaml.YAMLError as error:
-        raise SpecError((Diagnostic("E0105", f"not YAML: {' '.join(str(error).split())[:120]}", _at(source, 0), ""),)) from None
+        raise SpecError(
+            (Diagnostic("E0105", f"not YAML: {' '.join(str(error).split())[:120]}", _at(source, 0), ""),)
+        ) from None
     return found
+
+
+def _marks(event: yaml.Event) -> tuple[int, int]:
+    assert event.start_mark is not None and event.end_mark is not None
+    return event.start_mark.index, event.end_mark.index
 
 
 def _one_line(error: yaml.MarkedYAMLError) -> str:
@@ -161,14 +218,14 @@ class _Reader:
         return None
 
     def node(self, event: yaml.Event) -> Node:
-        start = event.start_mark.index
+        start = _marks(event)[0]
         if isinstance(event, yaml.ScalarEvent):
             return self.scalar(event)
         if isinstance(event, yaml.SequenceStartEvent):
             items = []
             while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
                 items.append(self.node(event))
-            return Sequence(tuple(items), Span(self.source, start, max(event.end_mark.index, start + 1)))
+            return Sequence(tuple(items), Span(self.source, start, max(_marks(event)[1], start + 1)))
         entries: list[tuple[Scalar, Node]] = []
         seen: dict[str, Scalar] = {}
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
@@ -178,15 +235,26 @@ class _Reader:
                 self.errors.append(Diagnostic("E0106", "a key must be a name", key.span, "write `key: value`"))
             elif key.value in seen:
                 line = self.source.line_col(seen[key.value].span.start)[0]
-                self.errors.append(Diagnostic("E0107", f"the key `{key.value}` is given twice", key.span, f"it is already on line {line}; remove one"))
+                self.errors.append(
+                    Diagnostic(
+                        "E0107",
+                        f"the key `{key.value}` is given twice",
+                        key.span,
+                        f"it is already on line {line}; remove one",
+                    )
+                )
             else:
                 seen[key.value] = key
                 entries.append((key, value))
-        return Mapping(tuple(entries), Span(self.source, start, max(event.end_mark.index, start + 1)))
+        return Mapping(tuple(entries), Span(self.source, start, max(_marks(event)[1], start + 1)))
 
     def scalar(self, event: yaml.ScalarEvent) -> Scalar:
-        start, end = event.start_mark.index, event.end_mark.index
-        return Scalar(event.value, Span(self.source, start, max(end, start + 1)), _characters(event.value, self.source.text, start, end))
+        start, end = _marks(event)
+        return Scalar(
+            event.value,
+            Span(self.source, start, max(end, start + 1)),
+            _characters(event.value, self.source.text, start, end),
+        )
 
 
 def _characters(value: str, text: str, start: int, end: int) -> tuple[int, ...]:

@@ -56,7 +56,10 @@ def run(loss_fn: Any, logp: Any, *, A: Any, mask: Any = None, dtype: torch.dtype
     """Loss, gradient and metric summary of one call; plain nested lists are turned into tensors."""
     lp = tensor(logp, dtype).detach().clone().requires_grad_()
     named = {"prox": "prox_logp", "mu": "mu_logp", "ref": "ref_logp"}
-    given = {named.get(k, k): tensor(v, dtype) if isinstance(v, list) and k not in ("groups", "seq_ids") else v for k, v in inputs.items()}
+    given = {
+        named.get(k, k): tensor(v, dtype) if isinstance(v, list) and k not in ("groups", "seq_ids") else v
+        for k, v in inputs.items()
+    }
     for key in ("groups", "seq_ids"):
         if isinstance(given.get(key), list):
             given[key] = torch.tensor(given[key])

@@ -55,8 +55,8 @@ def on_policy(case: Case) -> Case:
     if "old_entropy" in values:
         p = np.exp(b.logp_v["pi"])
         values["old_entropy"] = -(p * b.logp_v["pi"]).sum(-1)
-    same = {p: b.logp["pi"] for p in b.logp}
-    return replace(case, batch=replace(b, logp=same, logp_v={p: b.logp_v["pi"] for p in b.logp_v}, values=values))
+    same = dict.fromkeys(b.logp, b.logp["pi"])
+    return replace(case, batch=replace(b, logp=same, logp_v=dict.fromkeys(b.logp_v, b.logp_v["pi"]), values=values))
 
 
 def expected(case: Case) -> tuple[float, np.ndarray, np.ndarray]:
@@ -79,7 +79,9 @@ def place(case: Case, width: int | None = None, fill: float = 0.0) -> tuple[Tens
     return mask, b.seq, columns
 
 
-def padded(case: Case, width: int | None = None, fill: float = 0.0, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+def padded(
+    case: Case, width: int | None = None, fill: float = 0.0, dtype: torch.dtype = torch.float64
+) -> dict[str, Any]:
     """Keyword arguments of a padded call; `fill` stands in every masked slot."""
     mask, rows, columns = place(case, width)
 
@@ -112,11 +114,22 @@ def packed(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
         return out
 
     # An empty answer has no tokens to carry it: it exists only in the counts.
-    counts = {"n_seqs": b.n_seqs, "n_groups": int(b.group.max()) + 1, "group_size": torch.tensor(b.count("group_size")[b.group[owner]])}
+    counts = {
+        "n_seqs": b.n_seqs,
+        "n_groups": int(b.group.max()) + 1,
+        "group_size": torch.tensor(b.count("group_size")[b.group[owner]]),
+    }
     given = _common(case, spread, lambda x: spread(np.asarray(x)[b.seq]))
     tokens = torch.zeros(size, dtype=torch.long)
     tokens[keep] = torch.tensor(case.tokens)
-    return given | {"mask": mask, "tokens": tokens, "groups": torch.tensor(b.group[owner]), "seq_ids": torch.tensor(owner), "counts": counts, "keep": keep}
+    return given | {
+        "mask": mask,
+        "tokens": tokens,
+        "groups": torch.tensor(b.group[owner]),
+        "seq_ids": torch.tensor(owner),
+        "counts": counts,
+        "keep": keep,
+    }
 
 
 def _common(case: Case, per_token_: Any, per_answer: Any) -> dict[str, Any]:
@@ -143,7 +156,12 @@ def reads_logits(loss_fn: Any) -> bool:
 
 def call(loss_fn: Any, given: Mapping[str, Any], logits: bool) -> tuple[float, Tensor, dict[str, Any]]:
     """(loss, d loss / d logp or logits, metrics) of one call."""
-    rest = {k: v for k, v in given.items() if k not in ("logp", "tokens", "pi_logprobs", "keep", "entropy") and (k in loss_fn.needs or k in ("mask", "seq_ids", "counts"))}
+    rest = {
+        k: v
+        for k, v in given.items()
+        if k not in ("logp", "tokens", "pi_logprobs", "keep", "entropy")
+        and (k in loss_fn.needs or k in ("mask", "seq_ids", "counts"))
+    }
     if logits:
         x = given["pi_logprobs"].clone().requires_grad_()
         out = loss_fn.from_logits(x, given["tokens"], **rest)

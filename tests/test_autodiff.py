@@ -26,7 +26,11 @@ def batch(seed: int, vocab: int = 5) -> tuple[Batch, np.ndarray, np.ndarray]:
     logp_v = {p: x - np.log(np.exp(x).sum(-1, keepdims=True)) for p, x in z.items()}
     logp = {p: x[np.arange(len(seq)), tokens] for p, x in logp_v.items()}
     values = {"A": np.array([1.0, -0.7, 0.4])}
-    return Batch(seq=seq, n_seqs=4, logp=logp, logp_v=logp_v, values=values | {"A": np.array([1.0, -0.7, 0.4, 2.0])}), tokens, z["pi"]
+    return (
+        Batch(seq=seq, n_seqs=4, logp=logp, logp_v=logp_v, values=values | {"A": np.array([1.0, -0.7, 0.4, 2.0])}),
+        tokens,
+        z["pi"],
+    )
 
 
 def with_logits(b: Batch, tokens: np.ndarray, z: np.ndarray) -> Batch:
@@ -56,7 +60,9 @@ def check(weight: ir.Node, objective: ir.Node, seed: int = 0, tolerance: float =
 
 mean_r = ir.exp(ir.reduce("mean", "t", ir.logratio("r")))
 SUM_V = ir.reduce("sum", "v", ir.neg(ir.mul(ir.exp(ir.logp("pi", Axis.VOCAB)), ir.logp("pi", Axis.VOCAB))))
-KL = ir.reduce("sum", "v", ir.mul(ir.exp(ir.logp("mu", Axis.VOCAB)), ir.sub(ir.logp("mu", Axis.VOCAB), ir.logp("pi", Axis.VOCAB))))
+KL = ir.reduce(
+    "sum", "v", ir.mul(ir.exp(ir.logp("mu", Axis.VOCAB)), ir.sub(ir.logp("mu", Axis.VOCAB), ir.logp("pi", Axis.VOCAB)))
+)
 PER_SEQUENCE = ir.div(ir.ONE, ir.mul(ir.value("n_seqs", Axis.BATCH), ir.value("len", Axis.SEQUENCE)))
 
 
@@ -109,9 +115,19 @@ def test_random_expressions(objective: ir.Node, seed: int) -> None:
 
 def test_a_tie_keeps_the_gradient_on_the_bound() -> None:
     """clip and min(r A, clip(r) A) at r == hi: the weight is r, as the review's mask says (M = 0 only beyond it)."""
-    b = Batch(seq=np.array([0]), n_seqs=1, logp={"pi": np.array([np.log(2.0)]), "prox": np.array([0.0])}, values={"A": np.array([1.0])})
+    b = Batch(
+        seq=np.array([0]),
+        n_seqs=1,
+        logp={"pi": np.array([np.log(2.0)]), "prox": np.array([0.0])},
+        values={"A": np.array([1.0])},
+    )
     clipped = ir.clip(R, ir.const(0), ir.const(2))
-    for objective in (clipped, ir.minimum(ir.mul(R, A), ir.mul(clipped, A)), ir.minimum(ir.const(2), R), ir.minimum(R, ir.const(2))):
+    for objective in (
+        clipped,
+        ir.minimum(ir.mul(R, A), ir.mul(clipped, A)),
+        ir.minimum(ir.const(2), R),
+        ir.minimum(R, ir.const(2)),
+    ):
         coef = per_token(differentiate(((ir.ONE, objective),)).coef, b, {})
         assert coef[0] == pytest.approx(2.0)
 

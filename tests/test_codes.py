@@ -12,7 +12,9 @@ from lossdsl.errors import codes
 
 PACKAGE = Path(lossdsl.__file__).parent
 EXAMPLES = {code: re.findall(r"```yaml (bad|good)\n(.*?)```", lossdsl.explain(code), re.S) for code in codes()}
-WITH_EXAMPLES = [code for code in codes() if code not in ("E0101", "E0601", "E0602", "E0603")]  # those are about files and requests
+WITH_EXAMPLES = [
+    code for code in codes() if code not in ("E0101", "E0601", "E0602", "E0603")
+]  # those are about files and requests
 
 
 def test_every_code_used_has_a_page_and_the_reverse() -> None:

@@ -93,7 +93,7 @@ def expectation(name: str, A: np.ndarray, setting: str) -> np.ndarray:
         ids = torch.tensor(np.argsort(-mu[CONTEXTS], axis=-1, kind="stable")[..., :k].copy())
         given = {"mu_topk_ids": ids, "mu_topk_logprobs": at["mu"].gather(-1, ids)}
     advantages = torch.tensor(A) if loss_fn.ADVANTAGES != "token" else torch.tensor(A)[:, None].expand(9, 2)
-    counts = {c: 1.0 for c in ("n_tokens", "n_seqs", "n_groups")}
+    counts = dict.fromkeys(("n_tokens", "n_seqs", "n_groups"), 1.0)
     out = loss_fn.from_logits(logits, tokens, mask=torch.ones(9, 2, dtype=torch.bool), advantages=advantages, prox_logp=sampled["prox"],
                               mu_logp=sampled["mu"], counts=counts, **given)  # fmt: skip
     out.loss.backward()
@@ -126,7 +126,11 @@ def test_bias_and_drift(name: str) -> None:
     for setting in ("A", "B"):
         mean = expectation(name, REWARD, setting)
         bias = np.linalg.norm(mean - true_gradient())
-        cosine = [(mean * true_gradient()).sum() / np.linalg.norm(mean) / np.linalg.norm(true_gradient())] if setting == "A" else []
+        cosine = (
+            [(mean * true_gradient()).sum() / np.linalg.norm(mean) / np.linalg.norm(true_gradient())]
+            if setting == "A"
+            else []
+        )
         drift = [np.linalg.norm(expectation(name, np.full(9, sign), setting)) for sign in (1.0, -1.0)]
         found += [bias, *cosine, *drift]
     assert found == pytest.approx(expected, abs=6e-7)
@@ -149,10 +153,21 @@ def test_on_policy_there_is_no_bias_and_no_drift(name: str) -> None:
 
 def test_with_c_equal_to_one_the_two_ratio_methods_are_the_first_one() -> None:
     reference = expectation("grpo_0.8_1.2", REWARD, "B")
-    for name in ("decoupled_ppo_0.8_1.2", "token_tis_C2", "icepop_0.5_5", "seq_tis_C2", "seq_mis_C2", "geo_mis_0.8_1.25"):
+    for name in (
+        "decoupled_ppo_0.8_1.2",
+        "token_tis_C2",
+        "icepop_0.5_5",
+        "seq_tis_C2",
+        "seq_mis_C2",
+        "geo_mis_0.8_1.25",
+    ):
         assert np.array_equal(expectation(name, REWARD, "B"), reference)
-    assert expectation("scalerl_dapo_0.8_1.26", REWARD, "B") == pytest.approx(expectation("dapo_0.8_1.28", REWARD, "B"), abs=1e-15)
-    assert expectation("scalerl_gspo_0.8_1.26", REWARD, "B") == pytest.approx(expectation("gspo_0.8_1.28", REWARD, "B"), abs=1e-15)
+    assert expectation("scalerl_dapo_0.8_1.26", REWARD, "B") == pytest.approx(
+        expectation("dapo_0.8_1.28", REWARD, "B"), abs=1e-15
+    )
+    assert expectation("scalerl_gspo_0.8_1.26", REWARD, "B") == pytest.approx(
+        expectation("gspo_0.8_1.28", REWARD, "B"), abs=1e-15
+    )
 
 
 def test_positive_answers_are_reinforced_plainly_by_the_tapered_method() -> None:

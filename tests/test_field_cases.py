@@ -59,13 +59,22 @@ def test_n4_token_mean_over_the_batch_or_over_each_group() -> None:
     zeros = torch.zeros(2, 6, dtype=torch.float64)
     mask = [[t < n for t in range(6)] for n in (2, 6)]
     A = torch.tensor([[-1.0] * 6, [-3.0] * 6], dtype=torch.float64)
-    values = [run(instance(plain(n)), zeros, prox=zeros, A=A, mask=mask, groups=[0, 1]).loss for n in ("token_mean", "group_token_mean")]
+    values = [
+        run(instance(plain(n)), zeros, prox=zeros, A=A, mask=mask, groups=[0, 1]).loss
+        for n in ("token_mean", "group_token_mean")
+    ]
     assert values == [close(2.5), close(2.0)]
 
 
 def test_n5_the_numerator_is_masked_too() -> None:
     """Unmasked numerators give 23.0."""
-    got = run(instance(plain("token-mean")), torch.zeros(2, 2), prox=torch.zeros(2, 2), A=[[-2.0, -70.0], [-4.0, 30.0]], mask=[[1, 0], [1, 0]])
+    got = run(
+        instance(plain("token-mean")),
+        torch.zeros(2, 2),
+        prox=torch.zeros(2, 2),
+        A=[[-2.0, -70.0], [-4.0, 30.0]],
+        mask=[[1, 0], [1, 0]],
+    )
     assert got.loss == close(3.0)
     assert [row[1] for row in got.grad] == [0.0, 0.0]
 
@@ -139,14 +148,22 @@ def test_r2_the_correction_is_built_from_prox_and_is_fixed() -> None:
 def test_r3_all_terms_share_the_temperature() -> None:
     spec = "T: 1\nobjective: A * log(pi)\nterms:\n  - add: entropy\n"
     logits = torch.tensor([[[2.0, 0.0]]], dtype=torch.float64, requires_grad=True)
-    out = instance(spec).from_logits(logits, torch.tensor([[0]]), mask=torch.ones(1, 1, dtype=torch.bool), advantages=torch.zeros(1), temperature=2.0)
+    out = instance(spec).from_logits(
+        logits, torch.tensor([[0]]), mask=torch.ones(1, 1, dtype=torch.bool), advantages=torch.zeros(1), temperature=2.0
+    )
     assert float(out.loss) == close(-0.582203)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
 def test_r4_a_temperature_of_zero_is_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match="temperature"):
-        instance("reinforce").from_logits(torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long), mask=torch.ones(1, 1, dtype=torch.bool), advantages=torch.ones(1), temperature=temperature)
+        instance("reinforce").from_logits(
+            torch.zeros(1, 1, 2),
+            torch.zeros(1, 1, dtype=torch.long),
+            mask=torch.ones(1, 1, dtype=torch.bool),
+            advantages=torch.ones(1),
+            temperature=temperature,
+        )
 
 
 def test_r5_a_missing_sampler_log_prob_has_a_policy() -> None:
@@ -157,7 +174,9 @@ def test_r5_a_missing_sampler_log_prob_has_a_policy() -> None:
     drop = run(instance("token_tis", on_missing="drop"), lp, prox=lp, mu=mu, A=[1.0])
     assert (neutral.loss, drop.loss) == (close(-1.0), close(-0.5))
     assert all(math.isfinite(x) for x in (*neutral.metrics.values(), *drop.metrics.values()))
-    without = run(instance("token_tis"), lp, prox=lp, mu=mu, A=[1.0], mask=[[1, 0]])  # left out of the mask: not counted
+    without = run(
+        instance("token_tis"), lp, prox=lp, mu=mu, A=[1.0], mask=[[1, 0]]
+    )  # left out of the mask: not counted
     assert without.loss == close(-1.0)
 
 
@@ -251,7 +270,11 @@ def test_c1_the_share_where_the_clip_binds_is_not_the_share_outside_the_band() -
     log_r = torch.tensor([[1.5], [0.5], [1.5], [0.5]], dtype=torch.float64).log()
     got = run(instance("grpo", eps=0.2), log_r - 1, prox=torch.full((4, 1), -1.0), A=[1.0, 1.0, -1.0, -1.0])
     assert got.loss == close(0.15)
-    assert (got.metrics["T/mask_pos"], got.metrics["T/mask_neg"], got.metrics["r/outside"]) == (close(0.25), close(0.25), close(1.0))
+    assert (got.metrics["T/mask_pos"], got.metrics["T/mask_neg"], got.metrics["r/outside"]) == (
+        close(0.25),
+        close(0.25),
+        close(1.0),
+    )
 
 
 def test_c2_raw_and_applied_weights_are_both_there() -> None:
@@ -279,7 +302,9 @@ def estimators(p: str) -> tuple[float, float]:
         ("sg(k3(ref, pi)) + k2(ref, pi) - sg(k2(ref, pi))", 0.193147, 0.693147),  # value of k3, gradient of k2
     ],
 )
-def test_c3_estimators_of_the_value_and_of_the_gradient_are_separate(estimator: str, value: float, gradient: float) -> None:
+def test_c3_estimators_of_the_value_and_of_the_gradient_are_separate(
+    estimator: str, value: float, gradient: float
+) -> None:
     assert estimators(estimator) == (close(value), close(gradient))
 
 
@@ -308,11 +333,16 @@ def test_f1_every_path_applies_correction_mask_and_normaliser(monkeypatch: pytes
     mu = lp - torch.tensor([[0.01, 1.0]], dtype=torch.float64).log()
     loss_fn = instance("token_tis")
     monkeypatch.setattr(type(loss_fn), "_checking", lambda self, x: False)  # c = 0.01 here takes a mu above 1
-    out = loss_fn.from_logits(logits, tokens, mask=torch.ones(1, 2, dtype=torch.bool), advantages=torch.ones(1), prox_logp=lp, mu_logp=mu)
+    out = loss_fn.from_logits(
+        logits, tokens, mask=torch.ones(1, 2, dtype=torch.bool), advantages=torch.ones(1), prox_logp=lp, mu_logp=mu
+    )
     out.loss.backward()
     assert logits.grad is not None
     assert float(out.loss) == close(-0.505)
-    assert (float(logits.grad[0, 0, 0]), float(logits.grad[0, 1, 1])) == (close(-0.00211942, 1e-8), close(-0.21194156, 1e-8))
+    assert (float(logits.grad[0, 0, 0]), float(logits.grad[0, 1, 1])) == (
+        close(-0.00211942, 1e-8),
+        close(-0.21194156, 1e-8),
+    )
 
 
 def test_f4_ratios_are_formed_in_float32_whatever_comes_in() -> None:
@@ -331,15 +361,25 @@ def test_p1_shards_of_one_answer_add_up() -> None:
 def test_p2_packed_rows_are_reduced_by_segment() -> None:
     """A mean over the row gives 2.0."""
     zeros = torch.zeros(4, dtype=torch.float64)
-    got = run(instance(plain("seq_mean_token_mean")), zeros, prox=zeros, A=[-1.0, -1.0, -1.0, -5.0], seq_ids=[0, 0, 0, 1])
+    got = run(
+        instance(plain("seq_mean_token_mean")), zeros, prox=zeros, A=[-1.0, -1.0, -1.0, -5.0], seq_ids=[0, 0, 0, 1]
+    )
     assert got.loss == close(3.0)
-    gspo = run(instance("gspo", eps_low=0.9, eps_high=9.0), [0.3 - 1, -1.0, -1.0, -1.1], prox=[-1.0] * 4, A=[1.0] * 4, seq_ids=[0, 0, 0, 1])
+    gspo = run(
+        instance("gspo", eps_low=0.9, eps_high=9.0),
+        [0.3 - 1, -1.0, -1.0, -1.1],
+        prox=[-1.0] * 4,
+        A=[1.0] * 4,
+        seq_ids=[0, 0, 0, 1],
+    )
     assert [g * 6 for g in gspo.grad[:1]] + [gspo.grad[3] * 2] == [close(-1.105171), close(-0.904837)]
 
 
 def test_k1_a_mask_that_is_no_mask_is_named() -> None:
     with pytest.raises(ValueError, match="mask"):
-        instance("grpo")(torch.zeros(1, 2), mask=torch.tensor([[-0.5, 1.2]]), advantages=torch.ones(1), prox_logp=torch.zeros(1, 2))
+        instance("grpo")(
+            torch.zeros(1, 2), mask=torch.tensor([[-0.5, 1.2]]), advantages=torch.ones(1), prox_logp=torch.zeros(1, 2)
+        )
     with pytest.raises(TypeError):
         instance("grpo")(torch.zeros(1, 2), torch.ones(1, 2))  # inputs are keyword-only
 
@@ -392,7 +432,9 @@ def test_g3_the_sign_of_the_advantage_decides_what_a_divergence_mask_drops() -> 
 def test_g4_the_product_is_not_the_geometric_mean() -> None:
     lp, mu = [[-1.0, -1.0]], [[-0.5, -0.5]]
     product = run(instance("topr"), lp, mu=mu, A=[-1.0])
-    pooled = instance("f: 1 if A >= 0 else min(geomean_t(rho), 1)\nobjective: f * A * log(pi)\nnormaliser: seq_mean_token_sum")
+    pooled = instance(
+        "f: 1 if A >= 0 else min(geomean_t(rho), 1)\nobjective: f * A * log(pi)\nnormaliser: seq_mean_token_sum"
+    )
     assert (product.loss, run(pooled, lp, mu=mu, A=[-1.0]).loss) == (close(-0.735759), close(-1.213061))
 
 
@@ -404,7 +446,14 @@ def test_g5_a_soft_gate_keeps_the_advantage() -> None:
 def test_g6_score_centring() -> None:
     logits = torch.zeros(1, 1, 2, dtype=torch.float64, requires_grad=True)
     mu = torch.tensor([[[0.6, 0.4]]], dtype=torch.float64).log()
-    out = instance("score_centering").from_logits(logits, torch.tensor([[0]]), mask=torch.ones(1, 1, dtype=torch.bool), advantages=torch.ones(1), mu_logp=mu[..., 0], mu_logprobs=mu)
+    out = instance("score_centering").from_logits(
+        logits,
+        torch.tensor([[0]]),
+        mask=torch.ones(1, 1, dtype=torch.bool),
+        advantages=torch.ones(1),
+        mu_logp=mu[..., 0],
+        mu_logprobs=mu,
+    )
     out.loss.backward()
     assert logits.grad is not None
     assert float(out.loss) == close(0.0) and logits.grad[0, 0].tolist() == [close(-0.4), close(0.4)]
@@ -432,7 +481,9 @@ def test_d2_no_and_off_are_words(line: str) -> None:
 
 
 def test_d3_an_unknown_option_is_an_error_with_the_nearest_name() -> None:
-    (found, *_) = lossdsl.check_text("lossdsl: 1\nname: x\nparams:\n  clip_high: 0.28\nf: min(rho, clip_hgih)\nnormaliser: token_mean\n")
+    (found, *_) = lossdsl.check_text(
+        "lossdsl: 1\nname: x\nparams:\n  clip_high: 0.28\nf: min(rho, clip_hgih)\nnormaliser: token_mean\n"
+    )
     assert "clip_hgih" in found.message and "clip_high" in found.help
 
 
@@ -443,7 +494,10 @@ def test_d4_a_mistake_is_a_few_lines() -> None:
 
 
 def test_d5_an_option_without_effect_is_refused() -> None:
-    codes = [d.code for d in lossdsl.check_text("lossdsl: 1\nname: x\nparams:\n  beta: 0.1\nf: rho\nnormaliser: token_mean\n")]
+    codes = [
+        d.code
+        for d in lossdsl.check_text("lossdsl: 1\nname: x\nparams:\n  beta: 0.1\nf: rho\nnormaliser: token_mean\n")
+    ]
     assert codes == ["E0410"]
 
 

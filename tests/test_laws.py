@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ SEEDS = (0, 1, 2)
 TIGHT = 1e-10
 
 
-@lru_cache(maxsize=None)
+@cache
 def method(name: str) -> lossdsl.Method:
     return lossdsl.load(name)
 
@@ -151,7 +151,9 @@ def test_finite_inputs_give_finite_outputs(name: str) -> None:
     loss_fn = loss_of(name)
     case = random_case(method(name), 4)
     rng = np.random.default_rng(8)
-    wild = {p: np.minimum(x * rng.choice([1e-3, 1.0, 100.0], size=(len(x), 1)), 0.0) for p, x in case.batch.logp_v.items()}
+    wild = {
+        p: np.minimum(x * rng.choice([1e-3, 1.0, 100.0], size=(len(x), 1)), 0.0) for p, x in case.batch.logp_v.items()
+    }
     n = np.arange(len(case.tokens))
     case = replace(case, batch=replace(case.batch, logp_v=wild, logp={p: x[n, case.tokens] for p, x in wild.items()}))
     for logits in entries(loss_fn):
@@ -216,7 +218,9 @@ def test_compiled_is_eager_is_the_reference(name: str) -> None:
     found, gradient, metrics = call(loss_fn, padded(case), logits)
     assert close(found, loss) and close(gradient[rows, columns], wanted)
     eager = loss_of(name)
-    assert close(list(loss_fn.summary(metrics).values()), list(eager.summary(call(eager, padded(case), logits)[2]).values()))  # type: ignore[attr-defined]
+    assert close(
+        list(loss_fn.summary(metrics).values()), list(eager.summary(call(eager, padded(case), logits)[2]).values())
+    )  # type: ignore[attr-defined]
     loss_fn.metrics = False
     given = packed(case)
     found, gradient, metrics = call(loss_fn, given, logits)

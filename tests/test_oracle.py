@@ -6,7 +6,7 @@ Each case goes through the float64 reference evaluator and through the generated
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,7 @@ def parameters(name: str, case: dict[str, Any]) -> dict[str, float]:
     return PARAMS[name](ORACLE["methods"][name]["params"] | (case.get("params") or {}), case)
 
 
-@lru_cache(maxsize=None)
+@cache
 def method(name: str) -> lossdsl.Method:
     return lossdsl.load(name)
 
@@ -83,7 +83,9 @@ def logs(case: dict[str, Any]) -> dict[str, np.ndarray]:
     if "pi" in case:
         pi, mu = np.log(np.atleast_1d(case["pi"])), np.log(np.atleast_1d(case["mu"]))
         return {"pi": pi, "prox": pi, "mu": mu}
-    given = {key: np.atleast_1d(np.asarray(case[key], dtype=float)) for key in ("log_r", "log_c", "log_rho") if key in case}
+    given = {
+        key: np.atleast_1d(np.asarray(case[key], dtype=float)) for key in ("log_r", "log_c", "log_rho") if key in case
+    }
     n = len(next(iter(given.values()), [0.0]))
     zero = np.zeros(n)
     # Differences must come out exact, so the policy in the denominator sits at 0 (above some others: the sign check is off).
@@ -125,7 +127,9 @@ def test_weights_of_the_reference(name: str, case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize(("name", "case"), PLAIN, ids=[c["id"] for _, c in PLAIN])
-def test_gradient_of_the_generated_module(name: str, case: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_of_the_generated_module(
+    name: str, case: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lp, params = logs(case), parameters(name, case)
     n = len(lp["pi"])
     loss_fn = instance(name, **params)
@@ -134,14 +138,16 @@ def test_gradient_of_the_generated_module(name: str, case: dict[str, Any], dtype
     A = torch.tensor(advantage(case, name, n), dtype=dtype)
     A = A[None] if loss_fn.ADVANTAGES == "token" else A
     inputs = {f"{p}_logp": torch.tensor(lp[p], dtype=dtype)[None] for p in ("prox", "mu")}
-    counts = {c: 1 for c in ("n_tokens", "n_seqs", "n_groups")}
+    counts = dict.fromkeys(("n_tokens", "n_seqs", "n_groups"), 1)
     out = loss_fn(logp, mask=torch.ones(1, n, dtype=torch.bool), advantages=A, counts=counts, **inputs)
     out.loss.backward()
     assert logp.grad is not None
     lam = 1.0 if method(name).doc.normaliser.value in ("token_mean", "seq_mean_token_sum") else 1.0 / max(n, 1)  # type: ignore[union-attr]
     sign = np.resize(np.atleast_1d(np.asarray(case["A"], dtype=float)), n) if n else np.zeros(0)
     tolerance = 1e-12 if dtype is torch.float64 else 2e-6
-    assert -logp.grad[0].double().numpy() == pytest.approx(lam * sign * expected_weights(case, n), rel=tolerance, abs=tolerance)
+    assert -logp.grad[0].double().numpy() == pytest.approx(
+        lam * sign * expected_weights(case, n), rel=tolerance, abs=tolerance
+    )
 
 
 # --- methods that read the whole distribution -------------------------------------------------------------------------------
@@ -178,9 +184,17 @@ def test_divergences_of_the_reference(name: str, case: dict[str, Any]) -> None:
     y, n = np.array(case["y"]), len(case["y"])
     with np.errstate(divide="ignore"):
         logp_v = {p: np.log(np.array(case[p], dtype=float)) for p in ("pi", "mu")}
-    batch = Batch(seq=np.zeros(n, int), n_seqs=1, logp={p: x[np.arange(n), y] for p, x in logp_v.items()}, logp_v=logp_v, values={"A": np.array([case["A"]])})
+    batch = Batch(
+        seq=np.zeros(n, int),
+        n_seqs=1,
+        logp={p: x[np.arange(n), y] for p, x in logp_v.items()},
+        logp_v=logp_v,
+        values={"A": np.array([case["A"]])},
+    )
     assert m.W is not None
-    assert per_token(m.W, batch, m.defaults | parameters(name, case)) == pytest.approx(expected_weights(case, n), rel=1e-12, abs=1e-12)
+    assert per_token(m.W, batch, m.defaults | parameters(name, case)) == pytest.approx(
+        expected_weights(case, n), rel=1e-12, abs=1e-12
+    )
     kl = next(node for node in lossdsl.ir.topological(m.W) if node.op == "reduce" and node.attr == ("sum", "v"))
     assert evaluate(kl, batch, {}) == pytest.approx(np.array(case["expect"]["kl"]), abs=1e-12)
 
@@ -205,7 +219,9 @@ def test_score_centring(name: str, case: dict[str, Any], dtype: torch.dtype) -> 
     assert logits.grad is not None
     tolerance = 1e-12 if dtype is torch.float64 else 5e-6
     assert (-logits.grad[0, 0]).tolist() == pytest.approx(case["expect"]["dJ_dlogits"], rel=tolerance, abs=tolerance)
-    if len(case.get("topk") or []) < len(case["pi"]):  # with k = V gamma is rounding noise, which only the gradient forgets
+    if len(case.get("topk") or []) < len(
+        case["pi"]
+    ):  # with k = V gamma is rounding noise, which only the gradient forgets
         assert -float(out.loss) == pytest.approx(case["expect"]["J_surrogate"], rel=tolerance * 10, abs=tolerance * 10)
 
 
@@ -216,7 +232,13 @@ def test_score_centring(name: str, case: dict[str, Any], dtype: torch.dtype) -> 
 def test_k3(case: dict[str, Any]) -> None:
     loss_fn = instance("grpo_k3", beta=case["beta"])
     logp = torch.tensor([[case["log_pi"]]], dtype=torch.float64, requires_grad=True)
-    out = loss_fn(logp, mask=torch.ones(1, 1), advantages=torch.zeros(1), prox_logp=logp.detach(), ref_logp=torch.tensor([[case["log_ref"]]], dtype=torch.float64))
+    out = loss_fn(
+        logp,
+        mask=torch.ones(1, 1),
+        advantages=torch.zeros(1),
+        prox_logp=logp.detach(),
+        ref_logp=torch.tensor([[case["log_ref"]]], dtype=torch.float64),
+    )
     out.loss.backward()
     assert logp.grad is not None
     assert float(out.loss) == pytest.approx(case["beta"] * case["expect"]["k3"], abs=1e-12)
@@ -261,7 +283,9 @@ def test_dynamic_sampling(case: dict[str, Any]) -> None:
 def test_overlong_shaping() -> None:
     cases = ORACLE["overlong_shaping"]["cases"]
     lengths = torch.tensor([c["length"] for c in cases])
-    shaped = instance("dapo_overlong").shape(torch.zeros(len(cases)), torch.zeros(len(cases), dtype=torch.long), lengths=lengths)
+    shaped = instance("dapo_overlong").shape(
+        torch.zeros(len(cases)), torch.zeros(len(cases), dtype=torch.long), lengths=lengths
+    )
     assert shaped.tolist() == pytest.approx([c["expect"] for c in cases], abs=1e-12)
 
 
@@ -315,4 +339,6 @@ def test_per_token_advantages_of_a_value_model_reach_the_gradient(case: dict[str
     mask = torch.tensor([case["mask"]])
     instance("sao")(logp, mask=mask, advantages=A, mu_logp=logp.detach(), counts={"n_tokens": 1}).loss.backward()
     assert logp.grad is not None
-    assert (-logp.grad[0]).tolist() == pytest.approx([a * m for a, m in zip(case["expect"], case["mask"], strict=True)], abs=1e-12)
+    assert (-logp.grad[0]).tolist() == pytest.approx(
+        [a * m for a, m in zip(case["expect"], case["mask"], strict=True)], abs=1e-12
+    )

@@ -17,8 +17,37 @@ WIDTH = 96  # an inline expression longer than this gets a line of its own
 
 # Names that the emitted text itself uses.
 TAKEN = frozenset(
-    {"torch", "Tensor", "ax", "exp", "log", "div", "log_bound", "Weights", "PolicyLoss", "self", "grads", "True", "False", "None",
-     "dict", "tuple", "float", "int", "str", "bool", "super", "property", "staticmethod", "object", "type", "len", "sum", "min", "max"}
+    {
+        "torch",
+        "Tensor",
+        "ax",
+        "exp",
+        "log",
+        "div",
+        "log_bound",
+        "Weights",
+        "PolicyLoss",
+        "self",
+        "grads",
+        "True",
+        "False",
+        "None",
+        "dict",
+        "tuple",
+        "float",
+        "int",
+        "str",
+        "bool",
+        "super",
+        "property",
+        "staticmethod",
+        "object",
+        "type",
+        "len",
+        "sum",
+        "min",
+        "max",
+    }
 )
 
 
@@ -36,8 +65,13 @@ class Code:
     hold is computed. `line_of` gives a trailing comment for a value.
     """
 
-    def __init__(self, arguments: Mapping[int, str], hints: Mapping[int, str], like: str,
-                 line_of: Callable[[Node], str] = lambda node: "") -> None:
+    def __init__(
+        self,
+        arguments: Mapping[int, str],
+        hints: Mapping[int, str],
+        like: str,
+        line_of: Callable[[Node], str] = lambda node: "",
+    ) -> None:
         self.arguments = dict(arguments)
         self.hints = hints
         self.like = like  # an argument with the full shape, for constants that need one
@@ -91,7 +125,7 @@ class Code:
         if name is not None:
             return self._name(node, name), ATOM
         text, level = self._compute(node)
-        if self._uses.get(id(node), 0) > 1 and len(text) > 24 or len(text) > WIDTH:
+        if (self._uses.get(id(node), 0) > 1 and len(text) > 24) or len(text) > WIDTH:
             return self._write(node, self._unique(f"x{len(self.names)}"), text), ATOM
         return text, level
 
@@ -138,7 +172,9 @@ class Code:
         match node.op:
             case "logratio":
                 above, below = ir.RATIOS[str(node.attr)]
-                return f"{self.ref(ir.logp(above, node.axis))} - {self.ref(ir.logp(below, node.axis))}", PRIMITIVES["sub"].level
+                return f"{self.ref(ir.logp(above, node.axis))} - {self.ref(ir.logp(below, node.axis))}", PRIMITIVES[
+                    "sub"
+                ].level
             case "reduce":
                 return self._reduce(node), ATOM
             case "min" | "max":
@@ -177,7 +213,11 @@ class Code:
 
     def _clip(self, node: Node) -> str:
         x, low, high = node.args
-        if (_number(low) is None) == (_number(high) is None) and low.axis is Axis.CONSTANT and high.axis is Axis.CONSTANT:
+        if (
+            (_number(low) is None) == (_number(high) is None)
+            and low.axis is Axis.CONSTANT
+            and high.axis is Axis.CONSTANT
+        ):
             return f"torch.clamp({self.ref(x)}, min={self.ref(low)}, max={self.ref(high)})"
         return self._bound(ir.minimum(ir.maximum(x, low), high))
 
@@ -187,7 +227,12 @@ class Code:
         x = node.args[0]
         if suffix == "v":
             text = self.ref(x, ATOM)
-            return {"sum": f"{text}.sum(-1)", "max": f"{text}.amax(-1)", "min": f"{text}.amin(-1)", "any": f"{text}.any(-1)"}[kind]
+            return {
+                "sum": f"{text}.sum(-1)",
+                "max": f"{text}.amax(-1)",
+                "min": f"{text}.amin(-1)",
+                "any": f"{text}.any(-1)",
+            }[kind]
         args = [self.tensor(x), *(self.ref(a) for a in node.args[1:])]
         if suffix == "b":
             args.append(f'"{max(x.axis, Axis.GROUP)}"' if x.axis is not Axis.TOKEN else '"token"')
@@ -198,7 +243,11 @@ def _number(node: Node) -> str | None:
     """The literal of a value that is a number whatever the inputs and parameters."""
     if node.op == "const":
         assert isinstance(node.attr, Fraction)
-        return str(node.attr.numerator) if node.attr.denominator == 1 and abs(node.attr) < 10**15 else repr(float(node.attr))
+        return (
+            str(node.attr.numerator)
+            if node.attr.denominator == 1 and abs(node.attr) < 10**15
+            else repr(float(node.attr))
+        )
     if node.args and not node.is_bool and all(leaf.op == "const" for leaf in ir.leaves(node)):
         low, high = interval(node)
         if low == high:

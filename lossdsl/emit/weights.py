@@ -27,14 +27,18 @@ class Emitter:
     def functions(self) -> dict[str, str]:
         """name -> source text; only those that the method has."""
         found = {"weights": self.weights()}
-        plain = [n for n in self.schedule.vocabulary_sums]
+        plain = list(self.schedule.vocabulary_sums)
         if plain:
             found["distribution"] = self.distribution()
             if any(t.node in plain for t in self.method.gradient.sums):
                 found["d_distribution"] = self.d_distribution()
         if self.schedule.centre is not None:
             found["centre"] = self.centre()
-        for key, node in (("reward", self.method.reward), ("advantage", self.method.advantage), ("keep", self.method.keep)):
+        for key, node in (
+            ("reward", self.method.reward),
+            ("advantage", self.method.advantage),
+            ("keep", self.method.keep),
+        ):
             if node is not None:
                 found[key] = self.data(key, node)
         return found
@@ -82,7 +86,9 @@ class Emitter:
         for name in ("W", "T", "f"):
             body[name] = code.tensor(simple[name]) if name in simple else "None"
         for table in ("ratios", "limits", "outside", "grads"):
-            entries = [(n.removeprefix(f"{table}/"), code.tensor(x), x) for n, x in simple.items() if n.startswith(f"{table}/")]
+            entries = [
+                (n.removeprefix(f"{table}/"), code.tensor(x), x) for n, x in simple.items() if n.startswith(f"{table}/")
+            ]
             if table == "ratios":
                 entries = [(n, f'({text}, "{_item(x)}")', x) for n, text, x in entries]
             body[table] = "{" + ", ".join(f'"{n}": {text}' for n, text, _ in entries) + "}"
@@ -90,7 +96,16 @@ class Emitter:
         returned = [f"        {key}={text}," for key, text in body.items()]
         doc = '    """value = lambda * objective + terms and coef = d value / d logp of each token, and what the metrics show."""'
         lines = [f"    {line}" for line in code.lines]
-        return "\n".join([self._signature("weights", ["ax", "logp"], arguments), doc, *lines, "    return Weights(", *returned, "    )"])
+        return "\n".join(
+            [
+                self._signature("weights", ["ax", "logp"], arguments),
+                doc,
+                *lines,
+                "    return Weights(",
+                *returned,
+                "    )",
+            ]
+        )
 
     def _ratios(self) -> dict[str, Node]:
         """Every ratio the method reads, as a log: per token, and the products and geometric means it forms of them."""
@@ -101,7 +116,12 @@ class Emitter:
             if leaf in nodes:
                 found[name] = leaf
         for n in nodes:
-            if n.op == "exp" and n.args[0].op == "reduce" and isinstance(n.args[0].attr, tuple) and n.args[0].attr[1] in "ts":
+            if (
+                n.op == "exp"
+                and n.args[0].op == "reduce"
+                and isinstance(n.args[0].attr, tuple)
+                and n.args[0].attr[1] in "ts"
+            ):
                 of = n.args[0].args[0]
                 if of.op == "logratio":
                     kind, suffix = n.args[0].attr
@@ -173,7 +193,14 @@ class Emitter:
             method = {"sum": "sum", "max": "amax", "min": "amin", "any": "any"}[n.attr[0]]
             entries.append(f'"{self.sum_names[id(n)]}": {code.ref(inside, 7)}.{method}(-1)')
         doc = '    """Sums over the next-token distribution, one per row; the columns are the last axis."""'
-        return "\n".join([self._signature("distribution", [], arguments), doc, *(f"    {x}" for x in code.lines), f"    return {{{', '.join(entries)}}}"])
+        return "\n".join(
+            [
+                self._signature("distribution", [], arguments),
+                doc,
+                *(f"    {x}" for x in code.lines),
+                f"    return {{{', '.join(entries)}}}",
+            ]
+        )
 
     def d_distribution(self) -> str:
         terms = [t for t in self.method.gradient.sums if id(t.node) in self.sum_names]
@@ -181,9 +208,18 @@ class Emitter:
         arguments = self._arguments(slopes, columns=True)
         code = Code(arguments, {}, "log_pi", self._line)
         code.count(*slopes)
-        parts = [f'grads["{self.sum_names[id(t.node)]}"] * {code.ref(s, 5)}' for t, s in zip(terms, slopes, strict=True)]
+        parts = [
+            f'grads["{self.sum_names[id(t.node)]}"] * {code.ref(s, 5)}' for t, s in zip(terms, slopes, strict=True)
+        ]
         doc = '    """sum over k of grads[k] * d sum_k / d log pi(v), for each column v; grads[k] is [..., 1]."""'
-        return "\n".join([self._signature("d_distribution", ["grads"], arguments), doc, *(f"    {x}" for x in code.lines), f"    return {' + '.join(parts)}"])
+        return "\n".join(
+            [
+                self._signature("d_distribution", ["grads"], arguments),
+                doc,
+                *(f"    {x}" for x in code.lines),
+                f"    return {' + '.join(parts)}",
+            ]
+        )
 
     def centre(self) -> str:
         assert self.schedule.centre is not None
@@ -193,7 +229,9 @@ class Emitter:
         code.count(slope)
         text = code.ref(slope)
         doc = '    """mu(v) * W_v for each column v: the weight of its score in the centring term."""'
-        return "\n".join([self._signature("centre", [], arguments), doc, *(f"    {x}" for x in code.lines), f"    return {text}"])
+        return "\n".join(
+            [self._signature("centre", [], arguments), doc, *(f"    {x}" for x in code.lines), f"    return {text}"]
+        )
 
     # --- the data side ------------------------------------------------------------------------------------------------
 
@@ -208,7 +246,9 @@ class Emitter:
             "advantage": '    """A of each answer, [B], from its (shaped) reward."""',
             "keep": '    """Whether each answer enters the batch, [B], from its raw reward."""',
         }[key]
-        return "\n".join([self._signature(key, ["ax", "R"], arguments), doc, *(f"    {x}" for x in code.lines), f"    return {text}"])
+        return "\n".join(
+            [self._signature(key, ["ax", "R"], arguments), doc, *(f"    {x}" for x in code.lines), f"    return {text}"]
+        )
 
     # --- shared -------------------------------------------------------------------------------------------------------
 
@@ -219,11 +259,19 @@ class Emitter:
         nodes = _without_sums(roots, set() if columns else set(self.sum_names))
         for n in nodes:
             if n.op == "logp":
-                names[id(n)] = f"log_{n.attr}" if n.axis is Axis.VOCAB else "logp" if n.attr == "pi" else POLICY_INPUTS[str(n.attr)]
+                names[id(n)] = (
+                    f"log_{n.attr}"
+                    if n.axis is Axis.VOCAB
+                    else "logp"
+                    if n.attr == "pi"
+                    else POLICY_INPUTS[str(n.attr)]
+                )
             elif n.op == "logratio":
                 for policy in ir.RATIOS[str(n.attr)]:
                     leaf = ir.logp(policy, n.axis)
-                    names[id(leaf)] = f"log_{policy}" if n.axis is Axis.VOCAB else "logp" if policy == "pi" else POLICY_INPUTS[policy]
+                    names[id(leaf)] = (
+                        f"log_{policy}" if n.axis is Axis.VOCAB else "logp" if policy == "pi" else POLICY_INPUTS[policy]
+                    )
             elif n.op == "input":
                 names[id(n)] = COUNT_ARGUMENTS.get(str(n.attr), str(n.attr))
             elif n.op == "param":
@@ -237,7 +285,9 @@ class Emitter:
         order = ["log_pi", "log_prox", "log_mu", "log_ref", "prox_logp", "mu_logp", "ref_logp", "A", "R", "length"]
         params = {p.name.value for p in self.method.params}
         given = [a for a in dict.fromkeys(arguments.values()) if a not in first]
-        inputs = sorted((a for a in given if a not in params), key=lambda a: (order.index(a) if a in order else len(order), a))
+        inputs = sorted(
+            (a for a in given if a not in params), key=lambda a: (order.index(a) if a in order else len(order), a)
+        )
         listed = [*first, *inputs, *(a for a in given if a in params)]
         text = f"def {name}({', '.join(listed)}):"
         if len(text) <= 110:

@@ -1,0 +1,142 @@
+"""What a call brings: presence, shapes, dtypes and, where that is free, values are checked here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# === body ===
+
+
+_POLICY = {"prox_logp": "prox", "mu_logp": "mu", "ref_logp": "ref"}
+_COUNTS = ("n_tokens", "n_seqs", "n_groups", "group_size", "group_tokens")
+_TOPK = ("mu_topk_ids", "mu_topk_logprobs")
+
+# Every input that some loss reads, and what it has one value per; a loss ignores those that it does not need.
+_INPUTS = {
+    **dict.fromkeys(_POLICY, "token"),
+    **dict.fromkeys(("entropy", "seq_ids", "segment_ids"), "token"),
+    "groups": "sequence",
+    **dict.fromkeys(("mu_logprobs", "prox_logprobs", "ref_logprobs", *_TOPK), "vocabulary"),
+}
+
+
+def _read_inputs(
+    loss: Any, like: Tensor, what: str, mask: Tensor, advantages: Tensor | None, inputs: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The inputs that this loss reads, checked for presence, shape, dtype and device.
+
+    `like` has the tokens' shape; `what` ("logp" or "logits") is what the caller passed.
+    """
+    if not like.is_floating_point():
+        raise ValueError(f"{what} must be floating point, not {like.dtype}")
+    packed = inputs.get("seq_ids") is not None
+    if like.dim() != (1 if packed else 2):
+        raise ValueError(f"{what} has {like.dim()} token dimensions; it is [B, T], or [N] together with seq_ids")
+    for key in inputs:
+        if key not in _INPUTS and key not in loss.INPUTS:
+            near = difflib.get_close_matches(key, [*_INPUTS, *loss.INPUTS, "advantages", "mask", "counts"], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{loss.name} does not know the input {key!r}{hint}")
+    given = _present(loss, {"advantages": advantages, **inputs}, what)
+    given["mask"] = mask
+    for key, x in given.items():
+        if not isinstance(x, Tensor):
+            x = given[key] = torch.as_tensor(x, device=like.device)
+        _check_shape(loss, key, x, like, what, packed)
+        if x.device != like.device:
+            raise ValueError(f"{key} is on {x.device}, {what} on {like.device}")
+    if mask.dtype is not torch.bool:
+        if loss._checking(mask) and not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError("mask must be bool or hold only 0 and 1: is something else passed in its place?")
+        given["mask"] = mask != 0
+    return given
+
+
+def _present(loss: Any, inputs: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Those inputs that this loss needs; an error says which is missing, what it is and why this loss needs it."""
+    wanted = {*loss.NEEDS, "seq_ids", *(_TOPK if "mu_logprobs" in loss.NEEDS else ())}
+    if what == "logp" and "entropy" in loss._sums():
+        wanted.add("entropy")
+    given = {key: x for key, x in inputs.items() if x is not None and key in wanted}
+    topk = all(key in given for key in _TOPK)
+    for key, why in loss.NEEDS.items():
+        if key not in given and not (key == "mu_logprobs" and topk):
+            also = f", or {' and '.join(_TOPK)}" if key == "mu_logprobs" and loss.TOPK else ""
+            raise TypeError(f"{loss.name} needs {key}{also}: {why}")
+    if "entropy" in wanted and "entropy" not in given:
+        raise TypeError(f"{loss.name} needs entropy (that of pi at each token, with its gradient), or call from_logits")
+    if topk and "mu_logprobs" in given:
+        raise TypeError("give mu_logprobs or its top k, not both")
+    if topk and not loss.TOPK:
+        raise TypeError(
+            f"{loss.name} needs mu's full distribution: on the tail of a top-k one, mu(v) = gamma * pi(v), "
+            "its sums over the vocabulary are not functions of the two tail masses"
+        )
+    return given
+
+
+def _check_shape(loss: Any, key: str, x: Tensor, like: Tensor, what: str, packed: bool) -> None:
+    tokens, answers = tuple(like.shape), (like.shape[0],)
+    axis = {"mask": "token", "advantages": loss.ADVANTAGES, **_INPUTS, **loss.INPUTS}[key]
+    if axis == "vocabulary":
+        if tuple(x.shape[:-1]) != tokens:
+            raise ValueError(f"{key} has shape {tuple(x.shape)}; it must be {tokens} and the vocabulary, as {what} is")
+        return
+    if axis == "batch":
+        allowed: list[tuple[int, ...]] = [()]
+    elif packed or axis in ("token", "segment"):
+        allowed = [tokens]
+    else:
+        allowed = [answers, tokens] if axis == "either" else [answers]
+    if tuple(x.shape) not in allowed:
+        shapes = " or ".join(map(str, allowed))
+        raise ValueError(f"{key} has shape {tuple(x.shape)}; with {what} for tokens {tokens} it must be {shapes}")
+
+
+def _read_counts(loss: Any, counts: Mapping[str, Any] | None, like: Tensor) -> dict[str, Tensor]:
+    """The global counts that this loss divides by, as far as they are given."""
+    used = [name for name in _COUNTS if name in loss._arguments["weights"]]
+    found = {}
+    for key, x in (counts or {}).items():
+        if key not in _COUNTS:
+            raise TypeError(f"unknown count {key!r}; the counts are {', '.join(_COUNTS)}")
+        if key in used:
+            found[key] = torch.as_tensor(x, device=like.device)
+    if counts and loss.LOCAL_STATISTICS:
+        raise ValueError(f"{loss.name} cannot be split into micro-batches with counts: {loss.LOCAL_STATISTICS}")
+    parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
+    missing = [name for name in used if name.startswith("n_") and name not in found]
+    if missing and parallel and torch.distributed.get_world_size() > 1:
+        raise TypeError(
+            f"{loss.name} divides by {', '.join(missing)}: with several ranks pass the global ones, "
+            "counts={...}; the local ones would change the objective"
+        )
+    return found
+
+
+def _check_ids(given: Mapping[str, Tensor], like: Tensor) -> None:
+    for key in ("groups", "seq_ids"):
+        ids = given.get(key)
+        if ids is None or not ids.numel():
+            continue
+        if ids.is_floating_point() or bool((ids.min() < 0) | (ids.max() >= like.shape[0])):
+            raise ValueError(
+                f"{key} must be integers from 0 to {like.shape[0] - 1}; "
+                "torch.unique(..., return_inverse=True)[1] numbers any labels so"
+            )
+
+
+def _report(health: Mapping[str, Tensor]) -> None:
+    """Turn the counts of bad live values into an error."""
+    for key, bad in health.items():
+        if not float(bad):
+            continue
+        if key == "positive":
+            raise ValueError("a live log-prob is above 0: log-probs are wanted, not probabilities, losses or logits")
+        extra = '; on_missing="neutral" or "drop" says what it means' if key == "mu_logp" else ""
+        raise ValueError(f"{key} is NaN or infinite at {int(bad)} live tokens: take them out of the mask{extra}")

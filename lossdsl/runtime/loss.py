@@ -1,0 +1,398 @@
+"""The module itself: parameters, entries, data side, compilation."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .compute import _compute
+from .inputs import _COUNTS, _POLICY, _check_ids, _read_counts, _read_inputs, _report
+from .layouts import Answers, div
+from .logits import _FromRows, _Rows
+from .metrics import Output, Prepared, Weights
+
+# === body ===
+
+
+class _Known(torch.autograd.Function):
+    """A scalar whose gradient is known: backward only scales it by what comes from above."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, n: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors[n:])  # the first n are the inputs, the rest their gradients
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        gradients = ctx.saved_tensors
+        return (None, None, *(upstream[0] * g for g in gradients), *(None for _ in gradients))
+
+
+class PolicyLoss(torch.nn.Module):
+    """A policy-gradient loss from a spec.
+
+        loss = - sum over live tokens of (lambda * objective + terms)
+
+    lambda divides by counts (`n_tokens`, `n_seqs`, ...): those of this batch, or, given as `counts`, those of the whole
+    optimiser step. The loss is a plain sum divided by them, so micro-batches and ranks add up to the whole, and nobody
+    divides again (`rescale` is False).
+
+    Args of the constructor:
+        compile: use torch.compile (fullgraph, dynamic shapes); False runs the same code eagerly.
+        debug: check values on any device; otherwise only where that costs no synchronisation (CPU).
+        metrics: also compute metrics.
+        on_missing: what a live NaN or infinite sampler log-prob means: "error"; "neutral", mu := prox (pi where the loss
+            reads no prox); "drop", the token contributes nothing but is still counted.
+        params: the loss's own parameters, also settable later as attributes.
+    """
+
+    name: ClassVar[str]
+    spec_hash: ClassVar[str]
+    PARAMS: ClassVar[dict[str, tuple[float | None, float | None, float | None, str]]]
+    NEEDS: ClassVar[dict[str, str]]
+    INPUTS: ClassVar[dict[str, str]]
+    ADVANTAGES: ClassVar[str]
+    TOPK: ClassVar[bool]
+    LOCAL_STATISTICS: ClassVar[str | None]
+    weights: ClassVar[Callable[..., Weights]]
+    distribution: ClassVar[Callable[..., dict[str, Tensor]] | None] = None
+    d_distribution: ClassVar[Callable[..., Tensor] | None] = None
+    centre: ClassVar[Callable[..., Tensor] | None] = None
+    advantage: ClassVar[Callable[..., Tensor] | None] = None
+    reward: ClassVar[Callable[..., Tensor] | None] = None
+    kept: ClassVar[Callable[..., Tensor] | None] = None
+
+    rescale: ClassVar[bool] = False
+    _arguments: ClassVar[dict[str, tuple[str, ...]]]
+    _compiled: ClassVar[dict[Any, Callable[..., Any]]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._compiled = {}
+        cls._arguments = {}
+        for part in ("weights", "distribution", "d_distribution", "centre", "advantage", "reward", "kept"):
+            function = getattr(cls, part, None)
+            cls._arguments[part] = tuple(signature(function).parameters) if function is not None else ()
+
+    def __init__(
+        self,
+        *,
+        compile: bool = True,
+        debug: bool = False,
+        metrics: bool = True,
+        on_missing: str = "error",
+        **params: float,
+    ) -> None:
+        super().__init__()
+        self.compiled, self.debug, self.metrics = compile, debug, metrics
+        if on_missing not in ("error", "neutral", "drop"):
+            raise ValueError(f'on_missing must be "error", "neutral" or "drop", not {on_missing!r}')
+        self.on_missing = on_missing
+        self._values: dict[str, float] = {}
+        self._tensors: dict[Any, dict[str, Tensor]] = {}
+        for key in params:
+            if key not in self.PARAMS:
+                near = difflib.get_close_matches(key, self.PARAMS, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(self.PARAMS) or 'none'}"
+                raise TypeError(f"{self.name} has no parameter {key!r}; {hint}")
+        for key, (default, _, _, doc) in self.PARAMS.items():
+            if default is None and key not in params:
+                raise TypeError(
+                    f"{self.name} needs the parameter {key!r}, which has no published default{f': {doc}' if doc else ''}"
+                )
+            setattr(self, key, params.get(key, default))
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if key not in self.PARAMS:
+            super().__setattr__(key, value)
+            return
+        _, low, high, _ = self.PARAMS[key]
+        number = float(value)
+        if not math.isfinite(number) or (low is not None and number < low) or (high is not None and number > high):
+            raise ValueError(
+                f"{key}={number:g} is outside [{-math.inf if low is None else low:g}, {math.inf if high is None else high:g}]"
+            )
+        self._values[key] = number
+        self._tensors.clear()
+
+    def __getattr__(self, key: str) -> Any:
+        if key in type(self).PARAMS and "_values" in self.__dict__:
+            return self._values[key]
+        return super().__getattr__(key)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_tensors": {}}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{k}={v:g}" for k, v in self._values.items())
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The keyword inputs that a call must give, besides `mask`."""
+        return tuple(self.NEEDS)
+
+    # --- from log-probs ----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        logp: Tensor,
+        *,
+        mask: Tensor,
+        advantages: Tensor | None = None,
+        counts: Mapping[str, Any] | None = None,
+        **inputs: Any,
+    ) -> Output:
+        """The loss from the sampled tokens' log-probs.
+
+        Args:
+            logp: [B, T], or [N] packed with `seq_ids`: log pi of each sampled token; its gradient is exact.
+            mask: the same shape, bool or 0/1: which tokens are live.
+            advantages: [B] or [B, T] (packed: [N]).
+            counts: global counts of the optimiser step that lambda divides by, e.g. {"n_tokens": ...}.
+            inputs: prox_logp, mu_logp, ref_logp like logp; entropy like logp; groups [B] (packed: [N]), ids below B (N);
+                seq_ids, segment_ids; and what the spec declares. What this loss does not need is ignored.
+
+        Raises:
+            TypeError: an input that is missing or unknown. ValueError: shapes, dtypes or values that do not fit.
+        """
+        if self.distribution is not None or self.centre is not None:
+            wanted = [n for n in self.NEEDS if n.endswith("_logprobs")]
+            if wanted or self._sums() != ("entropy",):
+                raise TypeError(
+                    f"{self.name} reads the whole next-token distribution ({', '.join([*wanted, 'logits'])}): call from_logits"
+                )
+        given = _read_inputs(self, logp, "logp", mask, advantages, inputs)
+        loss, gradients, metrics, _ = self._evaluate(logp, given, counts)
+        tracked = [
+            (x, gradients[k])
+            for k, x in (("logp", logp), ("entropy", given.get("entropy")))
+            if x is not None and k in gradients and x.requires_grad
+        ]
+        if tracked and torch.is_grad_enabled():
+            xs, gs = zip(*tracked, strict=True)
+            loss = _Known.apply(loss, len(xs), *xs, *gs)  # type: ignore[no-untyped-call]
+        return Output(loss, metrics)
+
+    # --- from logits -------------------------------------------------------------------------------------------------------
+
+    def from_logits(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        *,
+        mask: Tensor,
+        advantages: Tensor | None = None,
+        counts: Mapping[str, Any] | None = None,
+        temperature: float | Tensor = 1.0,
+        shift: bool = False,
+        max_chunk_bytes: int = 64 << 20,
+        **inputs: Any,
+    ) -> Output:
+        """The loss from logits.
+
+        The gradient is closed: with D(v) = d value / d log pi(v), d loss / dz = -(D - pi * sum_v D(v)) / temperature.
+
+        Args:
+            logits: [B, T, V], or [N, V] packed with `seq_ids`; those at t score tokens at t (at t + 1 with `shift`).
+            tokens: [B, T] or [N]: the sampled ids.
+            temperature: that of the sampler: a number, or one per row (like `tokens`).
+            shift: logits[t] scores tokens[t + 1]; every other input is aligned with `tokens`, and the first position,
+                which nothing scores, must not be live.
+            max_chunk_bytes: bound on each float32 temporary.
+            inputs: as `forward`; the sampler's distribution as mu_logprobs [..., V], or as its top k:
+                mu_topk_ids and mu_topk_logprobs [..., k], the rest being taken as mu(v) = gamma pi(v).
+
+        Raises:
+            TypeError, ValueError: as `forward`.
+        """
+        if logits.dim() != tokens.dim() + 1 or logits.shape[:-1] != tokens.shape:
+            raise ValueError(
+                f"logits {tuple(logits.shape)} must be tokens' shape {tuple(tokens.shape)} and the vocabulary"
+            )
+        if tokens.is_floating_point() or tokens.dtype is torch.bool:
+            raise ValueError(f"tokens must be integer ids, not {tokens.dtype}")
+        if not isinstance(temperature, Tensor) and not temperature > 0:
+            raise ValueError(f"temperature must be positive, not {temperature}: at 0 a policy has no log-probs")
+        if shift:
+            if tokens.dim() == 1:
+                logits = torch.cat([logits[:1] * 0, logits[:-1]])
+            else:
+                logits = torch.cat([logits[:, :1] * 0, logits[:, :-1]], 1)
+            if self._checking(logits) and bool((mask[0] if mask.dim() == 1 else mask[:, 0]).any()):
+                raise ValueError("with shift=True nothing scores the first position, but it is live in the mask")
+        given = _read_inputs(self, logits[..., 0], "logits", mask, advantages, inputs)
+        if self._checking(logits):
+            live = tokens[given["mask"]]
+            if bool(((live < 0) | (live >= logits.shape[-1])).any()):
+                raise ValueError(f"a live token id lies outside the vocabulary of {logits.shape[-1]}")
+            if isinstance(temperature, Tensor) and bool((temperature <= 0).any()):
+                raise ValueError("temperature must be positive everywhere: at 0 a policy has no log-probs")
+        rows = _Rows(self, logits, tokens, temperature, given, max_chunk_bytes)
+        logp, sums = rows.forward()
+        loss, gradients, metrics, centre = self._evaluate(logp, given | sums, counts)
+        if centre is not None:
+            loss = loss + (centre * rows.centre_value).sum()
+        if logits.requires_grad and torch.is_grad_enabled():
+            loss = _FromRows.apply(loss, logits, lambda upstream: rows.backward(upstream, gradients, centre))  # type: ignore[no-untyped-call]
+        return Output(loss, metrics)
+
+    # --- the data side -----------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        rewards: Tensor,
+        groups: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        mask: Tensor | None = None,
+        **inputs: Any,
+    ) -> Prepared:
+        """Shaped rewards, advantages from them, and which answers to keep, [B] each.
+
+        Args:
+            rewards: [B] raw rewards. groups: [B] the prompt of each answer, any integers.
+            lengths: [B] live tokens per answer (or give `mask`), where the spec reads `len`.
+
+        Raises:
+            ValueError: shapes, NaN rewards, a leave-one-out baseline over a single answer.
+            TypeError: the spec states no advantage, or reads an input that is not given.
+        """
+        given = {"lengths": lengths, "mask": mask, **inputs}
+        shaped = self.shape(rewards, groups, **given)
+        return Prepared(self._data("advantage", shaped, groups, given), self.keep(rewards, groups, **given), shaped)
+
+    def advantages(self, rewards: Tensor, groups: Tensor, **inputs: Any) -> Tensor:
+        """A of each answer, [B], from raw rewards (shaped first where the spec says so)."""
+        return self._data("advantage", self.shape(rewards, groups, **inputs), groups, inputs)
+
+    def shape(self, rewards: Tensor, groups: Tensor, **inputs: Any) -> Tensor:
+        """The shaped reward of each answer, [B]."""
+        return rewards if self.reward is None else self._data("reward", rewards, groups, inputs)
+
+    def keep(self, rewards: Tensor, groups: Tensor, **inputs: Any) -> Tensor:
+        """Whether each answer enters the batch, [B] bool."""
+        return (
+            torch.ones_like(rewards, dtype=torch.bool)
+            if self.kept is None
+            else self._data("kept", rewards, groups, inputs)
+        )
+
+    def _data(self, part: str, rewards: Tensor, groups: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        function = getattr(self, part)
+        if function is None:
+            raise TypeError(f"{self.name} states no {part}: its advantages come from you")
+        if rewards.dim() != 1 or groups.shape != rewards.shape:
+            raise ValueError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must both be [B]")
+        R = rewards.to(torch.float64 if rewards.dtype is torch.float64 else torch.float32)
+        if bool(torch.isnan(R).any()):
+            raise ValueError("a reward is NaN: drop the answer or give it a reward")
+        ax = Answers(torch.unique(groups, return_inverse=True)[1])
+        size = ax.answers.count(R)
+        if part == "advantage" and "ax" in self._arguments[part] and bool((size == 1).any()) and self._pools(part):
+            warnings.warn(
+                f"{self.name}: a group has one answer; a baseline over it is the answer's own reward, and its advantage 0",
+                stacklevel=3,
+            )
+        mask, length = inputs.get("mask"), inputs.get("lengths")
+        if length is None and mask is not None:
+            length = mask.sum(-1)
+        known: dict[str, Any] = {"ax": ax, "R": R, "group_size": size, "n_seqs": torch.tensor(float(R.numel())), "length": length,
+                                 "n_groups": div(torch.ones_like(size), size).sum()} | self._tensors_on(R.device, R.dtype)  # fmt: skip
+        known |= {k: v for k, v in inputs.items() if k in self.INPUTS}
+        missing = [a for a in self._arguments[part] if known.get(a) is None]
+        if missing:
+            raise TypeError(
+                f"{self.name} reads {', '.join('lengths' if m == 'length' else m for m in missing)} for its {part}"
+            )
+        found: Tensor = function(
+            **{a: known[a].to(R) if a in ("length", *self.INPUTS) else known[a] for a in self._arguments[part]}
+        )
+        return found.expand(R.shape)
+
+    def _pools(self, part: str) -> bool:
+        return any("_g" in name for name in getattr(self, part).__code__.co_names)
+
+    # --- metrics -----------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def merge(metrics: Sequence[Mapping[str, tuple[Tensor, Tensor]]]) -> dict[str, tuple[Tensor, Tensor]]:
+        """The metrics of several micro-batches or ranks as one: sums and counts added, the largest of each "max"."""
+        merged: dict[str, tuple[Tensor, Tensor]] = {}
+        for found in metrics:
+            for key, (total, count) in found.items():
+                if key not in merged:
+                    merged[key] = (total, count)
+                elif key.endswith("max"):
+                    merged[key] = (torch.maximum(merged[key][0], total), count)
+                elif key in ("tokens", "answers"):
+                    merged[key] = (merged[key][0] + total, count)
+                else:
+                    merged[key] = (merged[key][0] + total, merged[key][1] + count)
+        return merged
+
+    @staticmethod
+    def summary(metrics: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
+        """Plain numbers, sum / count; adds X/ess, the effective sample size as a share, mean^2 / mean of squares."""
+        found = {key: float(total) / float(count) if float(count) else 0.0 for key, (total, count) in metrics.items()}
+        for key in [k for k in found if k.endswith("/mean_sq")]:
+            mean, square = found[key.removesuffix("_sq")], found.pop(key)
+            found[key.removesuffix("mean_sq") + "ess"] = mean * mean / square if square else 0.0
+        return found
+
+    # --- inside ------------------------------------------------------------------------------------------------------------
+
+    def _sums(self) -> tuple[str, ...]:
+        """Names of the sums over the vocabulary that `weights` reads."""
+        known = {"ax", "logp", "A", "length", *_POLICY, *_COUNTS, *self.PARAMS, *self.INPUTS}
+        return tuple(a for a in self._arguments["weights"] if a not in known)
+
+    def _tensors_on(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The parameters as 0-dim tensors: a changed value is new data, not a new program."""
+        key = (device, dtype)
+        if key not in self._tensors:
+            self._tensors[key] = {k: torch.tensor(v, dtype=dtype, device=device) for k, v in self._values.items()}
+        return self._tensors[key]
+
+    def _checking(self, x: Tensor) -> bool:
+        return (self.debug or x.device.type == "cpu") and not torch.compiler.is_compiling()
+
+    def _evaluate(
+        self, logp: Tensor, given: Mapping[str, Tensor], counts: Mapping[str, Any] | None
+    ) -> tuple[Tensor, dict[str, Tensor], Any, Tensor | None]:
+        """(loss, d loss / d each of logp and the sums over the vocabulary, metrics, centring coefficient per token)."""
+        checking = self._checking(logp)
+        dtype = torch.float64 if logp.dtype is torch.float64 else torch.float32
+        tensors = {k: v.detach() for k, v in given.items() if not k.endswith(("_logprobs", "topk_ids"))}
+        tensors |= {f"count:{k}": v for k, v in _read_counts(self, counts, logp).items()}
+        options = (self.metrics, checking, self.on_missing, "seq_ids" in given)
+        if checking:
+            _check_ids(given, logp)
+        kernel = self._kernel(options)
+        loss, gradients, keys, sums, ns, health, centre = kernel(
+            logp.detach(), tensors, self._tensors_on(logp.device, dtype)
+        )
+        if checking:
+            _report(dict(zip(*health, strict=True)) if health is not None else {})
+        metrics = dict(zip(keys, zip(sums.unbind(), ns.unbind(), strict=True), strict=True)) if keys else {}
+        return loss, gradients, metrics, centre
+
+    def _kernel(self, options: tuple[bool, bool, str, bool]) -> Callable[..., Any]:
+        """The weight computation for one layout and set of options, compiled once per class."""
+        if not self.compiled:
+            return lambda *args: _compute(type(self), options, *args)
+        cls = type(self)
+        if options not in cls._compiled:
+
+            def kernel(logp: Tensor, tensors: dict[str, Tensor], params: dict[str, Tensor]) -> Any:
+                return _compute(cls, options, logp, tensors, params)
+
+            cls._compiled[options] = torch.compile(kernel, fullgraph=True, dynamic=True)
+        return cls._compiled[options]
