@@ -72,6 +72,8 @@ def _metrics(ax: Layout, w: Weights, logps: Mapping[str, Tensor], A: Tensor | No
     for name, weight in (("T", w.T), ("f", w.f), ("W", w.W)):
         if weight is not None:
             mean(f"{name}/mean", weight)
+    if w.W is not None:
+        mean("W/zero", torch.where(w.W == 0, 1.0, 0.0))
     mean("W/mean_abs" if w.W is not None else "coef/mean_abs", (w.W if w.W is not None else w.coef).abs())
     for p, q in (("prox", "pi"), ("mu", "pi"), ("mu", "prox"), ("ref", "pi")):
         if p in logps and q in logps:
