@@ -39,6 +39,12 @@ def _pad(x: Tensor, value: float) -> Tensor:
     return torch.nn.functional.pad(x, (0, 1), value=value)
 
 
+def _least(x: Tensor, live: Tensor) -> Tensor:
+    """The smallest live value; 0 where nothing is live."""
+    least = _pad(torch.where(live, x, math.inf), math.inf).amin()
+    return torch.where(live.any(), least, 0.0)
+
+
 # --- layouts: reductions over answers, turns, groups and the batch -------------------------------------------------------
 
 
@@ -82,6 +88,13 @@ class Segments:
         square = self.sum((x - self.mean(x)) ** 2)
         return torch.sqrt(div(square, torch.clamp(self.count(x) - ddof, min=0.0)))
 
+    def lead(self) -> Tensor:
+        """The first live item of each segment: it stands for the segment where segments are counted."""
+        n = self.ids.shape[0]
+        place = torch.arange(n, device=self.ids.device)
+        first = torch.full_like(place, n).scatter_reduce(0, self.ids, torch.where(self.live, place, n), "amin")
+        return self.live & (first[self.ids] == place)
+
     def loo(self, x: Tensor) -> Tensor:
         """The mean of the segment's other items."""
         least = self.min(x)
@@ -104,7 +117,8 @@ class Layout:
     """The reductions that emitted code calls, for one batch; see Padded and Packed."""
 
     mask: Tensor
-    first: Tensor  # one live item per non-empty answer
+    every: Tensor  # one place per answer
+    first: Tensor  # one place per answer that has live tokens
     answers: Segments  # answers as items of their groups
     turns: Segments | None
 
@@ -162,25 +176,20 @@ class Layout:
     def quantile_s(self, x: Tensor, q: Any) -> Tensor:
         return self._turned("quantile", x, q)
 
-    def items(self, axis: str) -> Tensor:
-        """The mask of what counts as one item of an axis: live tokens, or one place per non-empty answer."""
-        return self.mask if axis == "token" else self.first
-
     def _batch(self, x: Tensor, axis: str) -> tuple[Tensor, Tensor]:
-        """x flat, and which of its entries are items of the axis."""
+        """x flat, and which of its entries are the items of an axis."""
         live = self.items(axis)
         shape = (x + live).shape  # a value per answer or batch spreads to the items
-        x, live = x.expand(shape), live.expand(shape)
-        if axis == "group":  # one answer stands for its group
-            rank = torch.arange(live.numel(), device=live.device, dtype=x.dtype)
-            lead = self._grouped("min", rank.reshape(live.shape))
-            live = live & (lead == rank.reshape(live.shape))
-        return x.reshape(-1), live.reshape(-1)
+        return x.expand(shape).reshape(-1), live.expand(shape).reshape(-1)
 
-    def _over_batch(self, kind: str, x: Tensor, axis: str, *extra: Any) -> Tensor:
-        flat, live = self._batch(x, axis)
-        found: Tensor = getattr(Segments(torch.zeros_like(flat, dtype=torch.long), live), kind)(flat, *extra)
-        return found.max()  # one value, repeated
+    def items(self, axis: str) -> Tensor:
+        """One place per item of an axis: a live token, the first of each turn, an answer, the first answer of each group."""
+        if axis == "token":
+            return self.mask
+        if axis == "segment":
+            assert self.turns is not None
+            return self.turns.lead().reshape(self.mask.shape)
+        return self.every if axis == "sequence" else self.answers.lead().reshape(self.every.shape)
 
     def sum_b(self, x: Tensor, axis: str) -> Tensor:
         flat, live = self._batch(x, axis)
@@ -188,36 +197,48 @@ class Layout:
 
     def mean_b(self, x: Tensor, axis: str) -> Tensor:
         flat, live = self._batch(x, axis)
-        return div(torch.where(live, flat, 0.0).sum(), live.sum())
+        least = _least(flat, live)  # equal values have exactly that mean
+        return least + div(torch.where(live, flat - least, 0.0).sum(), live.sum())
 
     def max_b(self, x: Tensor, axis: str) -> Tensor:
-        return self._over_batch("max", x, axis)
+        flat, live = self._batch(x, axis)
+        return -_least(-flat, live)
 
     def min_b(self, x: Tensor, axis: str) -> Tensor:
-        return self._over_batch("min", x, axis)
+        return _least(*self._batch(x, axis))
 
     def any_b(self, x: Tensor, axis: str) -> Tensor:
         flat, live = self._batch(x, axis)
         return (flat & live).any()
 
     def std_b(self, x: Tensor, ddof: Any, axis: str) -> Tensor:
-        return self._over_batch("std", x, axis, ddof)
+        flat, live = self._batch(x, axis)
+        square = torch.where(live, (flat - self.mean_b(x, axis)) ** 2, 0.0).sum()
+        return torch.sqrt(div(square, torch.clamp(live.sum() - ddof, min=0.0)))
 
     def quantile_b(self, x: Tensor, q: Any, axis: str) -> Tensor:
-        return self._over_batch("quantile", x, axis, q)
+        flat, live = self._batch(x, axis)
+        found = Segments(torch.zeros_like(flat, dtype=torch.long), live).quantile(flat, q)
+        return _pad(found, 0.0)[0]  # one value, repeated
 
 
 class Padded(Layout):
     """[B, T] with a mask; values per answer are [B, 1]."""
 
-    def __init__(self, mask: Tensor, groups: Tensor | None, segment_ids: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        mask: Tensor,
+        groups: Tensor | None,
+        segment_ids: Tensor | None,
+        dtype: torch.dtype,
+        known: dict[str, Tensor] | None = None,
+    ) -> None:
         self.mask = mask
-        self.length = mask.sum(-1, keepdim=True).to(dtype)
+        self.length = mask.sum(-1, keepdim=True).to(dtype) if known is None else known["length"]
         self.first = self.length > 0
+        self.every = torch.ones_like(self.first)
         rows = torch.arange(mask.shape[0], device=mask.device)
-        self.answers = Segments(
-            torch.zeros_like(rows) if groups is None else groups, torch.ones_like(rows, dtype=torch.bool)
-        )
+        self.answers = Segments(torch.zeros_like(rows) if groups is None else groups, self.every[:, 0])
         self.turns = None
         if segment_ids is not None:  # turns are numbered within their row
             ids = torch.clamp(segment_ids, 0, max(mask.shape[1] - 1, 0)) + rows[:, None] * mask.shape[1]
@@ -256,20 +277,30 @@ class Padded(Layout):
 
 
 class Packed(Layout):
-    """[N] with the answer of each token; values per answer are repeated at its tokens."""
+    """[N] with the answer of each token; values per answer are repeated at its tokens.
+
+    A masked token may belong to no answer, group or turn (a negative id). An answer without live tokens has no place
+    here: it is known by the counts only.
+    """
 
     def __init__(
-        self, mask: Tensor, seq_ids: Tensor, groups: Tensor | None, segment_ids: Tensor | None, dtype: torch.dtype
+        self,
+        mask: Tensor,
+        seq_ids: Tensor,
+        groups: Tensor | None,
+        segment_ids: Tensor | None,
+        dtype: torch.dtype,
+        known: dict[str, Tensor] | None = None,
     ) -> None:
         self.mask = mask
-        self.tokens = Segments(seq_ids, mask)
-        self.length = self.tokens.sum(torch.ones_like(seq_ids, dtype=dtype))
-        place = torch.arange(mask.shape[0], device=mask.device)
-        first = torch.full_like(place, mask.shape[0]).scatter_reduce(
-            0, seq_ids, torch.where(mask, place, mask.shape[0]), "amin"
+        ids, groups, segment_ids = (
+            None if x is None else torch.clamp(x, min=0) for x in (seq_ids, groups, segment_ids)
         )
-        self.first = mask & (first[seq_ids] == place)
-        self.answers = Segments(torch.zeros_like(seq_ids) if groups is None else groups, self.first)
+        assert ids is not None
+        self.tokens = Segments(ids, mask)
+        self.length = self.tokens.count(torch.ones_like(ids, dtype=dtype)) if known is None else known["length"]
+        self.first = self.every = self.tokens.lead() if known is None else known["first"]
+        self.answers = Segments(torch.zeros_like(ids) if groups is None else groups, self.every)
         self.turns = None if segment_ids is None else Segments(segment_ids, mask)
 
     def _grouped(self, kind: str, x: Tensor, *extra: Any) -> Tensor:
@@ -302,7 +333,7 @@ class Answers(Layout):
     """The data side: [B] answers in groups, no tokens."""
 
     def __init__(self, groups: Tensor) -> None:
-        self.mask = self.first = torch.ones_like(groups, dtype=torch.bool)
+        self.mask = self.every = self.first = torch.ones_like(groups, dtype=torch.bool)
         self.answers = Segments(groups, self.mask)
         self.turns = None
 

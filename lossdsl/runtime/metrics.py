@@ -56,14 +56,14 @@ def _metrics(ax: Layout, w: Weights, logps: Mapping[str, Tensor], A: Tensor | No
         found[name] = (torch.where(live, x, 0.0).sum(), count)
 
     for name, (log_ratio, axis) in w.ratios.items():
-        live = ax.items(axis)
+        live = mask if axis == "token" else ax.first  # an answer without tokens has no ratio
         count, ratio = live.sum(), exp(log_ratio)
         mean(f"{name}/mean", ratio, live, count)
         mean(f"{name}/mean_sq", ratio * ratio, live, count)
         found[f"{name}/max"] = (_largest(ratio, live), torch.ones_like(n))
         found[f"{name}/abs_log_max"] = (_largest(log_ratio.abs(), live), torch.ones_like(n))
     for name, beyond in w.outside.items():
-        live = ax.items(w.ratios[name][1])
+        live = mask if w.ratios[name][1] == "token" else ax.first
         mean(f"{name}/outside", torch.where(beyond, 1.0, 0.0), live, live.sum())
     for name, binds in w.limits.items():
         signs = {"": torch.ones_like(mask)} if A is None else {"_pos": A > 0, "_neg": A < 0}
