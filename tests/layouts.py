@@ -151,7 +151,7 @@ def _common(case: Case, per_token_: Any, per_answer: Any) -> dict[str, Any]:
 
 def reads_logits(loss_fn: Any) -> bool:
     """Whether this loss must be called through from_logits."""
-    return loss_fn.centre is not None or (loss_fn.distribution is not None and loss_fn._sums() != ("entropy",))
+    return loss_fn.centre is not None or (loss_fn.distribution is not None and loss_fn.SUMS != ("entropy",))
 
 
 def call(loss_fn: Any, given: Mapping[str, Any], logits: bool) -> tuple[float, Tensor, dict[str, Any]]:
@@ -167,7 +167,7 @@ def call(loss_fn: Any, given: Mapping[str, Any], logits: bool) -> tuple[float, T
         out = loss_fn.from_logits(x, given["tokens"], **rest)
     else:
         x = given["logp"].clone().requires_grad_()
-        if "entropy" in loss_fn._sums():
+        if "entropy" in loss_fn.SUMS:
             rest["entropy"] = given["entropy"]
         out = loss_fn(x, **rest)
     out.loss.backward()

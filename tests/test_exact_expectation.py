@@ -109,7 +109,7 @@ def expectation(name: str, A: np.ndarray, setting: str) -> np.ndarray:
 
 
 def loss_fn_divides_by_length(loss_fn: Any) -> bool:
-    return "length" in loss_fn._arguments["weights"]
+    return "length" in loss_fn._arguments["before"]
 
 
 def true_gradient() -> np.ndarray:

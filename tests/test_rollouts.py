@@ -41,7 +41,9 @@ def reference(name: str) -> tuple[Batch, np.ndarray, dict[str, float]]:
     data, method = rollouts(), lossdsl.load(name)
     mask = data["mask"]
     rows = mask.nonzero()[:, 0].numpy()
-    flat = {k: data[k][mask].numpy() for k in ("logp", "prox_logp", "mu_logp", "ref_logp", "mu_logprobs", "old_entropy")}
+    flat = {
+        k: data[k][mask].numpy() for k in ("logp", "prox_logp", "mu_logp", "ref_logp", "mu_logprobs", "old_entropy")
+    }
     logp = {"pi": flat["logp"], "prox": flat["prox_logp"], "mu": flat["mu_logp"], "ref": flat["ref_logp"]}
     logp_v = {"pi": data["logits"][mask].log_softmax(-1).numpy(), "mu": flat["mu_logprobs"]}
     A = data["advantage"].numpy()
@@ -54,7 +56,9 @@ def reference(name: str) -> tuple[Batch, np.ndarray, dict[str, float]]:
 
 def inputs(name: str, loss_fn: Any) -> dict[str, Any]:
     data = rollouts()
-    given = {k: data[k] for k in ("prox_logp", "mu_logp", "ref_logp", "mu_logprobs", "mask") if k in (*loss_fn.needs, "mask")}
+    given = {
+        k: data[k] for k in ("prox_logp", "mu_logp", "ref_logp", "mu_logprobs", "mask") if k in (*loss_fn.needs, "mask")
+    }
     given["advantages"] = data["advantage"]
     if loss_fn.ADVANTAGES == "token":
         given["advantages"] = data["advantage"][:, None].expand(data["mask"].shape)
@@ -85,7 +89,7 @@ def test_loss_and_gradients_are_the_reference_s(name: str) -> None:
     if not reads_logits(loss_fn):
         logp = data["logp"].clone().requires_grad_()
         given = inputs(name, loss_fn)
-        if "entropy" in loss_fn._sums():
+        if "entropy" in loss_fn.SUMS:
             p = data["logits"].log_softmax(-1)
             given["entropy"] = -(p.exp() * p).sum(-1)
         loss_fn(logp, **given).loss.backward()
@@ -103,7 +107,9 @@ def test_the_top_k_of_the_sampler_is_close_to_the_whole() -> None:
     ):
         logits = data["logits"].clone().requires_grad_()
         loss_fn = instance("score_centering")
-        loss_fn.from_logits(logits, data["tokens"].long(), mask=data["mask"], advantages=data["advantage"], **given).loss.backward()
+        loss_fn.from_logits(
+            logits, data["tokens"].long(), mask=data["mask"], advantages=data["advantage"], **given
+        ).loss.backward()
         assert logits.grad is not None
         found.append(logits.grad)
     whole, eight, one = found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import textwrap
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def method_part(method: Method, shared: bool = False) -> str:
 def class_part(method: Method) -> str:
     """The last lines: the module's class and its alias `Loss`."""
     schedule = Schedule(method)
-    functions = Emitter(schedule).functions()
+    emitter = Emitter(schedule)
+    functions = emitter.functions()
     lines = [f"class {class_name(method)}(PolicyLoss):", '    """The loss described at the head of this file."""', ""]
     facts = {
         "name": repr(method.name),
@@ -72,6 +74,7 @@ def class_part(method: Method) -> str:
         "NEEDS": "NEEDS",
         "INPUTS": "INPUTS",
         "ADVANTAGES": repr(schedule.advantages),
+        "SUMS": _tuple(emitter.sum_names.values()),
         "TOPK": repr(schedule.topk),
         "LOCAL_STATISTICS": repr(schedule.local_statistics),
     }
@@ -215,6 +218,11 @@ def _tables(method: Method, schedule: Schedule) -> str:
     inputs = {i.name.value: i.axis.value for i in method.doc.inputs if i.name.value != "A"}
     lines.append("INPUTS = {" + ", ".join(f'"{name}": "{axis}"' for name, axis in inputs.items()) + "}")
     return "\n".join([*lines, ""])
+
+
+def _tuple(names: Iterable[str]) -> str:
+    quoted = [f'"{name}"' for name in names]
+    return f"({', '.join(quoted)}{',' if len(quoted) == 1 else ''})"
 
 
 def _string(text: str) -> str:

@@ -6,7 +6,7 @@ from .. import ir
 from ..axes import Axis
 from ..ir import Node
 from ..limits import limiters
-from ..method import defaults_range
+from ..method import defaults_range, holds_ratio
 from ..primitives import interval
 from ..schedule import POLICY_INPUTS, Schedule
 from ..simplify import simplify
@@ -23,10 +23,12 @@ class Emitter:
         self.hints = dict(self.method.hints)
         self.origin = dict(self.method.origin)
         self.sum_names = self._name_sums()
+        self.known: dict[str, Node] = {}  # name -> a normaliser that is known before the forward
 
     def functions(self) -> dict[str, str]:
         """name -> source text; only those that the method has."""
-        found = {"weights": self.weights()}
+        weights = self.weights()
+        found = ({"before": self.before()} if self.known else {}) | {"weights": weights}
         plain = list(self.schedule.vocabulary_sums)
         if plain:
             found["distribution"] = self.distribution()
@@ -57,8 +59,9 @@ class Emitter:
             objective = ir.rewrite(objective, lambda n: ir.ZERO if n is missing else None)
         roots["objective"] = objective
         value = ir.mul(m.normaliser, objective)
-        for term in m.terms:
+        for number, term in enumerate(m.terms, 1):
             value = ir.add(value, ir.mul(term.normaliser, term.add))
+            roots[f"lam_{number}"] = term.normaliser
         roots["value"], roots["coef"] = value, m.gradient.coef
         for name, node in self._ratios().items():
             roots[f"ratios/{name}"] = node
@@ -74,7 +77,10 @@ class Emitter:
         names = tuple(roots)
         self._hint(m.normaliser, "lam")
         simple = dict(zip(names, simplify(tuple(roots.values()), self.hints, self.origin), strict=True))
-        arguments = self._arguments(tuple(simple.values()))
+        for name, node in simple.items():
+            if name.startswith("lam") and node.args and not holds_ratio(node) and node not in self.known.values():
+                self.known[name] = node
+        arguments = self._arguments(tuple(simple.values()), known=self.known)
         code = Code(arguments, self.hints, "logp", self._line)
         code.count(*simple.values())
         body: dict[str, str] = {}
@@ -105,6 +111,19 @@ class Emitter:
                 *returned,
                 "    )",
             ]
+        )
+
+    def before(self) -> str:
+        """What needs no log-probs: the normalisers."""
+        nodes = tuple(self.known.values())
+        arguments = self._arguments(nodes)
+        code = Code(arguments, {}, "length", self._line)
+        code.count(*nodes)
+        entries = [f'"{name}": {code.tensor(node)}' for name, node in self.known.items()]
+        doc = '    """What is known before the forward: lambda, the weight of one token."""'
+        lines = [f"    {line}" for line in code.lines]
+        return "\n".join(
+            [self._signature("before", ["ax"], arguments), doc, *lines, f"    return {{{', '.join(entries)}}}"]
         )
 
     def _ratios(self) -> dict[str, Node]:
@@ -252,11 +271,14 @@ class Emitter:
 
     # --- shared -------------------------------------------------------------------------------------------------------
 
-    def _arguments(self, roots: tuple[Node, ...], columns: bool = False) -> dict[int, str]:
+    def _arguments(
+        self, roots: tuple[Node, ...], columns: bool = False, known: dict[str, Node] | None = None
+    ) -> dict[int, str]:
         """leaf id -> the argument that brings it: log-probs, inputs, counts, sums over the vocabulary, parameters."""
         names: dict[int, str] = {}
         params: dict[int, str] = {}
-        nodes = _without_sums(roots, set() if columns else set(self.sum_names))
+        ready = {id(node): name for name, node in (known or {}).items()}
+        nodes = _without_sums(roots, set(ready) if columns else {*ready, *self.sum_names})
         for n in nodes:
             if n.op == "logp":
                 names[id(n)] = (
@@ -278,6 +300,8 @@ class Emitter:
                 params[id(n)] = str(n.attr)
             elif id(n) in self.sum_names:
                 names[id(n)] = self.sum_names[id(n)]
+            elif id(n) in ready:
+                names[id(n)] = ready[id(n)]
         declared = {p.name.value: i for i, p in enumerate(self.method.params)}
         return names | dict(sorted(params.items(), key=lambda item: declared[item[1]]))
 

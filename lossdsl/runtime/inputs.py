@@ -60,7 +60,7 @@ def _read_inputs(
 def _present(loss: Any, inputs: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Those inputs that this loss needs; an error says which is missing, what it is and why this loss needs it."""
     wanted = {*loss.NEEDS, "seq_ids", *(_TOPK if "mu_logprobs" in loss.NEEDS else ())}
-    if what == "logp" and "entropy" in loss._sums():
+    if what == "logp" and "entropy" in loss.SUMS:
         wanted.add("entropy")
     given = {key: x for key, x in inputs.items() if x is not None and key in wanted}
     topk = all(key in given for key in _TOPK)
@@ -100,7 +100,7 @@ def _check_shape(loss: Any, key: str, x: Tensor, like: Tensor, what: str, packed
 
 def _read_counts(loss: Any, counts: Mapping[str, Any] | None, like: Tensor) -> dict[str, Tensor]:
     """The global counts that this loss divides by, as far as they are given."""
-    used = [name for name in _COUNTS if name in loss._arguments["weights"]]
+    used = [name for name in _COUNTS if name in loss._arguments["weights"] + loss._arguments["before"]]
     found = {}
     for key, x in (counts or {}).items():
         if key not in _COUNTS:
@@ -131,12 +131,23 @@ def _check_ids(given: Mapping[str, Tensor], like: Tensor) -> None:
             )
 
 
-def _report(health: Mapping[str, Tensor]) -> None:
-    """Turn the counts of bad live values into an error."""
-    for key, bad in health.items():
-        if not float(bad):
+def _diagnose(logp: Tensor, tensors: Mapping[str, Tensor], on_missing: str) -> None:
+    """Name the input with a bad live value, if there is one: the pass that saw something was only a sum."""
+    mask = tensors["mask"]
+    logps = {"logp": logp} | {key: tensors[key] for key in _POLICY if key in tensors}
+    others = {
+        k: x for k, x in tensors.items() if x.is_floating_point() and k not in logps and not k.startswith("count")
+    }
+    for key, x in (logps | others).items():
+        if key == "mu_logp" and on_missing != "error":
             continue
-        if key == "positive":
-            raise ValueError("a live log-prob is above 0: log-probs are wanted, not probabilities, losses or logits")
-        extra = '; on_missing="neutral" or "drop" says what it means' if key == "mu_logp" else ""
-        raise ValueError(f"{key} is NaN or infinite at {int(bad)} live tokens: take them out of the mask{extra}")
+        bad = int((~torch.isfinite(x) & mask if x.shape == mask.shape else ~torch.isfinite(x)).sum())
+        if bad:
+            where = "live tokens" if x.shape == mask.shape else "places"
+            extra = '; on_missing="neutral" or "drop" says what it means' if key == "mu_logp" else ""
+            raise ValueError(f"{key} is NaN or infinite at {bad} {where}: take them out of the mask{extra}")
+    for key, x in logps.items():
+        if bool((mask & (x > 1e-4)).any()):
+            raise ValueError(
+                f"{key} is above 0 at a live token: log-probs are wanted, not probabilities, losses or logits"
+            )

@@ -135,7 +135,7 @@ class _Rows:
         """log pi of the sampled tokens and the sums over the vocabulary, in the tokens' shape."""
         n = self.flat.shape[0]
         logp = torch.zeros(n, dtype=self.dtype, device=self.flat.device)
-        names = self.loss._sums()
+        names = self.loss.SUMS
         sums = {k: torch.zeros_like(logp) for k in names}
         self.centre_value = torch.zeros_like(logp)
         for at in self._chunks():

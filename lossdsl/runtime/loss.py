@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .compute import _compute
-from .inputs import _COUNTS, _POLICY, _check_ids, _read_counts, _read_inputs, _report
+from .compute import _before, _compute
+from .inputs import _check_ids, _diagnose, _read_counts, _read_inputs
 from .layouts import Answers, div
 from .logits import _FromRows, _Rows
 from .metrics import Output, Prepared, Weights
@@ -62,6 +62,8 @@ class PolicyLoss(torch.nn.Module):
     ADVANTAGES: ClassVar[str]
     TOPK: ClassVar[bool]
     LOCAL_STATISTICS: ClassVar[str | None]
+    SUMS: ClassVar[tuple[str, ...]]  # the sums over the vocabulary that `weights` reads
+    before: ClassVar[Callable[..., dict[str, Tensor]] | None] = None
     weights: ClassVar[Callable[..., Weights]]
     distribution: ClassVar[Callable[..., dict[str, Tensor]] | None] = None
     d_distribution: ClassVar[Callable[..., Tensor] | None] = None
@@ -78,7 +80,7 @@ class PolicyLoss(torch.nn.Module):
         super().__init_subclass__(**kwargs)
         cls._compiled = {}
         cls._arguments = {}
-        for part in ("weights", "distribution", "d_distribution", "centre", "advantage", "reward", "kept"):
+        for part in ("before", "weights", "distribution", "d_distribution", "centre", "advantage", "reward", "kept"):
             function = getattr(cls, part, None)
             cls._arguments[part] = tuple(signature(function).parameters) if function is not None else ()
 
@@ -165,7 +167,7 @@ class PolicyLoss(torch.nn.Module):
         """
         if self.distribution is not None or self.centre is not None:
             wanted = [n for n in self.NEEDS if n.endswith("_logprobs")]
-            if wanted or self._sums() != ("entropy",):
+            if wanted or self.SUMS != ("entropy",):
                 raise TypeError(
                     f"{self.name} reads the whole next-token distribution ({', '.join([*wanted, 'logits'])}): call from_logits"
                 )
@@ -349,11 +351,6 @@ class PolicyLoss(torch.nn.Module):
 
     # --- inside ------------------------------------------------------------------------------------------------------------
 
-    def _sums(self) -> tuple[str, ...]:
-        """Names of the sums over the vocabulary that `weights` reads."""
-        known = {"ax", "logp", "A", "length", *_POLICY, *_COUNTS, *self.PARAMS, *self.INPUTS}
-        return tuple(a for a in self._arguments["weights"] if a not in known)
-
     def _tensors_on(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The parameters as 0-dim tensors: a changed value is new data, not a new program."""
         key = (device, dtype)
@@ -375,12 +372,12 @@ class PolicyLoss(torch.nn.Module):
         options = (self.metrics, checking, self.on_missing, "seq_ids" in given)
         if checking:
             _check_ids(given, logp)
+        params = self._tensors_on(logp.device, dtype)
+        known = _before(type(self), options[3], dtype, tensors, params)
         kernel = self._kernel(options)
-        loss, gradients, keys, sums, ns, health, centre = kernel(
-            logp.detach(), tensors, self._tensors_on(logp.device, dtype)
-        )
-        if checking:
-            _report(dict(zip(*health, strict=True)) if health is not None else {})
+        loss, gradients, keys, sums, ns, centre = kernel(logp.detach(), tensors, known, params)
+        if checking and not math.isfinite(loss.item()):
+            _diagnose(logp, tensors, self.on_missing)
         metrics = dict(zip(keys, zip(sums.unbind(), ns.unbind(), strict=True), strict=True)) if keys else {}
         return loss, gradients, metrics, centre
 
@@ -391,8 +388,8 @@ class PolicyLoss(torch.nn.Module):
         cls = type(self)
         if options not in cls._compiled:
 
-            def kernel(logp: Tensor, tensors: dict[str, Tensor], params: dict[str, Tensor]) -> Any:
-                return _compute(cls, options, logp, tensors, params)
+            def kernel(logp: Tensor, *given: dict[str, Tensor]) -> Any:
+                return _compute(cls, options, logp, *given)
 
             cls._compiled[options] = torch.compile(kernel, fullgraph=True, dynamic=True)
         return cls._compiled[options]
