@@ -25,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The log-prob entry against plain PyTorch.")
     parser.add_argument("methods", nargs="*", help="some of the methods in bench/plain.py; default: all of them")
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=5, help="steps of one path in a row within a round")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=2)
@@ -40,7 +41,7 @@ def main() -> None:
         f"{processor()}, {args.threads} threads; Python {platform.python_version()}, torch {torch.__version__}; ",
         end="",
     )
-    print(f"[{args.rows}, {args.width}] float32, forward and backward, median of {args.rounds} alternating rounds\n")
+    print(f"[{args.rows}, {args.width}] float32, forward and backward, median of {args.rounds} alternating rounds of {args.steps} steps\n")
     print("| method | ours, ms | with metrics | eager / ours | compiled / ours | loss (ours, plain) |")
     print("|---|---|---|---|---|---|")
     for name in args.methods or METHODS:
@@ -66,11 +67,12 @@ def measure(name, plain, args, lossdsl, torch) -> str:  # type: ignore[no-untype
     rivals["ours"] = lambda: bare(logp, **inputs).loss
     rivals["metrics"] = lambda: full(logp, **inputs).loss
 
-    def step(run: Callable[[], torch.Tensor]) -> float:
-        logp.grad = None
+    def step(run: Callable[[], torch.Tensor], times: int = 1) -> float:
         start = time.perf_counter()
-        run().backward()
-        return time.perf_counter() - start
+        for _ in range(times):
+            logp.grad = None
+            run().backward()
+        return (time.perf_counter() - start) / times
 
     losses, gradients = {}, {}
     for key, run in rivals.items():  # warm-up, and the same answer from all
@@ -83,7 +85,7 @@ def measure(name, plain, args, lossdsl, torch) -> str:  # type: ignore[no-untype
     times: dict[str, list[float]] = {key: [] for key in rivals}
     for number in range(args.rounds):
         for key in list(rivals)[:: 1 if number % 2 else -1]:
-            times[key].append(step(rivals[key]))
+            times[key].append(step(rivals[key], args.steps))
     median = {key: statistics.median(values) for key, values in times.items()}
     ours = median["ours"]
     return (

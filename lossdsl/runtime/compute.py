@@ -28,6 +28,7 @@ def _before(
     """What is known before any log-prob is read: lengths, counts (the global ones where given), lambda."""
     ax = _layout(tensors, packed, dtype, None)
     found = {"length": ax.length, "first": ax.first}
+    found |= {"live_tokens": ax.mask.sum().to(dtype), "live_answers": ax.first.sum().to(dtype)}
     for name in _COUNTS:
         given = tensors.get(f"count:{name}")
         if name not in cls._arguments["weights"] and name not in cls._arguments["before"]:
@@ -35,7 +36,7 @@ def _before(
         if given is not None:
             found[name] = given.to(dtype)[:, None] if given.dim() == 1 and not packed else given.to(dtype)
         elif name == "n_tokens":
-            found[name] = ax.mask.sum().to(dtype)
+            found[name] = found["live_tokens"]
         elif name == "n_seqs":
             found[name] = _answers(ax, tensors, packed).to(dtype)
         elif name == "group_size":
@@ -88,30 +89,27 @@ def _compute(
     values["A"] = values.pop("advantages", None)
     values |= {"ax": ax} | known | logps | params
     w: Weights = cls.weights(**{k: values[k] for k in cls._arguments["weights"]})
-    value = (
-        w.value + _poison(logps, {k: x for k, x in values.items() if k in ("A", *others) and x is not None}, mask)
-        if checking
-        else w.value
-    )
-    loss = -torch.where(live, value, 0.0).sum()
+    read = [values["A" if k == "advantages" else k] for k in others]
+    sound = _poison(list(logps.values()), read) if checking else 0.0
+    loss = -torch.where(live, w.value + sound, 0.0).sum()
     gradients = {"logp": torch.where(live, -w.coef, 0.0).to(logp.dtype)}
     gradients |= {k: torch.where(live, -g, 0.0).to(tensors[k].dtype) for k, g in w.grads.items()}
     centre = None if w.centre is None else torch.where(live, w.centre, 0.0)
-    found = _metrics(ax, w, {_POLICY.get(k, "pi"): x for k, x in logps.items()}, values["A"]) if metrics else {}
+    found = _metrics(ax, w, {_POLICY.get(k, "pi"): x for k, x in logps.items()}, values["A"], known) if metrics else {}
     keys = list(found)
     sums = torch.stack([s.to(dtype) for s, _ in found.values()]) if found else None
     ns = torch.stack([n.to(dtype) for _, n in found.values()]) if found else None
     return loss, gradients, keys, sums, ns, centre
 
 
-def _poison(logps: dict[str, Tensor], others: dict[str, Tensor], mask: Tensor) -> Tensor:
+def _poison(logps: list[Tensor], others: list[Tensor]) -> Tensor:
     """0 at each token whose inputs are sound, NaN where one is not finite or a log-prob is above 0.
 
     Added to the value it makes the loss NaN, in the sum that is taken anyway; `_diagnose` then finds the culprit.
     """
-    highest = total = next(iter(logps.values()))
-    for x in list(logps.values())[1:]:
+    highest = total = logps[0]
+    for x in logps[1:]:
         total, highest = total + x, torch.maximum(highest, x)
-    for x in others.values():
+    for x in others:
         total = total + x
     return torch.where(highest > 1e-4, math.nan, total * 0.0)

@@ -43,28 +43,28 @@ class Prepared(NamedTuple):
     rewards: Tensor
 
 
-def _metrics(ax: Layout, w: Weights, logps: Mapping[str, Tensor], A: Tensor | None) -> dict[str, tuple[Tensor, Tensor]]:
-    """Everything worth watching, as sums and counts over live tokens (or non-empty answers)."""
-    mask = ax.mask
-    n = mask.sum()
+def _metrics(
+    ax: Layout, w: Weights, logps: Mapping[str, Tensor], A: Tensor | None, known: Mapping[str, Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Everything worth watching, as sums and counts over live tokens (or answers: one without tokens has no ratio)."""
+    mask, n = ax.mask, known["live_tokens"]
+    items = {"token": (mask, n), "sequence": (ax.first, known["live_answers"])}
     found: dict[str, tuple[Tensor, Tensor]] = {
         "tokens": (n, torch.ones_like(n)),
-        "answers": (ax.first.sum(), torch.ones_like(n)),
+        "answers": (known["live_answers"], torch.ones_like(n)),
     }
 
     def mean(name: str, x: Tensor, live: Tensor = mask, count: Tensor = n) -> None:
         found[name] = (torch.where(live, x, 0.0).sum(), count)
 
     for name, (log_ratio, axis) in w.ratios.items():
-        live = mask if axis == "token" else ax.first  # an answer without tokens has no ratio
-        count, ratio = live.sum(), exp(log_ratio)
+        (live, count), ratio = items[axis], exp(log_ratio)
         mean(f"{name}/mean", ratio, live, count)
         mean(f"{name}/mean_sq", ratio * ratio, live, count)
         found[f"{name}/max"] = (_largest(ratio, live), torch.ones_like(n))
         found[f"{name}/abs_log_max"] = (_largest(log_ratio.abs(), live), torch.ones_like(n))
     for name, beyond in w.outside.items():
-        live = mask if w.ratios[name][1] == "token" else ax.first
-        mean(f"{name}/outside", torch.where(beyond, 1.0, 0.0), live, live.sum())
+        mean(f"{name}/outside", torch.where(beyond, 1.0, 0.0), *items[w.ratios[name][1]])
     for name, binds in w.limits.items():
         signs = {"": torch.ones_like(mask)} if A is None else {"_pos": A > 0, "_neg": A < 0}
         for suffix, side in signs.items():
