@@ -41,7 +41,9 @@ def main() -> None:
         f"{processor()}, {args.threads} threads; Python {platform.python_version()}, torch {torch.__version__}; ",
         end="",
     )
-    print(f"[{args.rows}, {args.width}] float32, forward and backward, median of {args.rounds} alternating rounds of {args.steps} steps\n")
+    print(
+        f"[{args.rows}, {args.width}] float32, forward and backward, median of {args.rounds} alternating rounds of {args.steps} steps\n"
+    )
     print("| method | ours, ms | with metrics | eager / ours | compiled / ours | loss (ours, plain) |")
     print("|---|---|---|---|---|---|")
     for name in args.methods or METHODS:

@@ -10,6 +10,7 @@ from .method import Method
 from .parse import parse_expression
 from .schedule import Schedule
 from .specdoc import SpecDoc, Text
+from .text import infix
 
 # Precedence, loosest first.
 _CHOICE, _OR, _AND, _NOT, _COMPARE, _SUM, _PRODUCT, _SIGN, _POWER, _ATOM = range(10)
@@ -66,11 +67,13 @@ def as_text(method: Method) -> str:
             f"  ∇J = Σ_{{i,t}} λ·A·( W·∇log π(y){centre} ),  W = f·T" + (" + terms" if terms else ""),
         ]
         lines += [f"  T = {_text(doc.T) if doc.T else '1'}", f"  f = {_text(doc.f) if doc.f else '1'}"]
-        if doc.kappa:
+        if method.kappa is not ir.ZERO and doc.kappa:
             lines.append(f"  κ = {_text(doc.kappa)}")
         if method.proof:
             lines.append(f"  objective and knobs agree: {method.proof}")
-    lines.append(f"  λ = {_text(doc.normaliser) if doc.normaliser else '1'}")
+    written = _text(doc.normaliser) if doc.normaliser else "1"
+    meaning = infix(method.normaliser)
+    lines.append(f"  λ = {written}" + (f" = {meaning}" if meaning.replace(" ", "") != written.replace(" ", "") else ""))
     if doc.where:
         lines += ["", "where", *(f"  {d.signature.value} = {_text(d.body)}" for d in doc.where)]
     for term in doc.terms:

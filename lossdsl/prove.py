@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+import numpy as np
+
 from . import ir
 from .algebra import Algebra, Fact, GiveUp
 from .autodiff import Gradient, differentiate
@@ -17,6 +19,8 @@ from .axes import Axis
 from .errors import Diagnostic
 from .ir import Node
 from .method import Method, advantage_of, centre_weight
+from .reference import Batch, per_token
+from .samples import sample_batches
 from .text import infix
 
 SAMPLES = 60  # tiny batches, each of a few dozen tokens
@@ -29,6 +33,8 @@ class Witness:
     at: tuple[tuple[str, float], ...]
     first: float
     second: float
+    batch: Batch
+    token: int
 
     def __str__(self) -> str:
         return ", ".join(f"{name} = {value:.4g}" for name, value in self.at)
@@ -44,7 +50,7 @@ def prove(method: Method) -> tuple[Method, tuple[Diagnostic, ...]]:
         return method, ()
     objective = differentiate(((method.normaliser, method.objective),))
     claim = knobs_gradient(method)
-    region: tuple[Fact, ...] = ()
+    found: list[tuple[Fact, ...]] = []
     # f and lambda stand on both sides: most methods agree whatever they are, which takes far fewer cells to see.
     for opaque in ((method.f, method.normaliser), ()):
         try:
@@ -53,11 +59,9 @@ def prove(method: Method) -> tuple[Method, tuple[Diagnostic, ...]]:
             continue
         if not found:
             return replace(method, proof="proved"), ()
-        region = next(
-            (cell for cell in found if all(f.sign for f in cell)), found[0]
-        )  # rather an open cell than an edge
     witness = _witness(method, objective, claim)
     if witness is not None:
+        region = next((cell for cell in found if _holds(cell, witness, method)), ())
         return method, (_disagreement(method, region, witness),)
     points = f"sampled, {SAMPLES} batches"
     warning = Diagnostic(
@@ -110,6 +114,13 @@ def differences(
                 yield facts
 
 
+def _side(fact: Fact, sign: dict[int, str], method: Method) -> str:
+    left, right, order = fact.left, fact.right, fact.sign
+    if left.axis < right.axis:  # the bound on the right, as people write it
+        left, right, order = right, left, -order
+    return f"{infix(left, method.hints, 60)} {sign[order]} {infix(right, method.hints, 60)}"
+
+
 def _disagreement(method: Method, region: tuple[Fact, ...], witness: Witness) -> Diagnostic:
     assert method.doc.objective is not None
     where = describe_region(region, method)
@@ -125,21 +136,30 @@ def _disagreement(method: Method, region: tuple[Fact, ...], witness: Witness) ->
 def describe_region(facts: tuple[Fact, ...], method: Method) -> str:
     """`A > 0, r > 1 + eps`: the cell in words."""
     sign = {1: ">", 0: "==", -1: "<"}
-    return ", ".join(
-        f"{infix(f.left, method.hints, 60)} {sign[f.sign]} {infix(f.right, method.hints, 60)}" for f in facts
-    )
+    return ", ".join(_side(f, sign, method) for f in facts)
+
+
+def _holds(cell: tuple[Fact, ...], witness: Witness, method: Method) -> bool:
+    """Whether the witness lies in a cell."""
+    for fact in cell:
+        difference = ir.sub(fact.left, fact.right)
+        if difference.axis <= Axis.TOKEN:
+            value = per_token(difference, witness.batch, _values(method))[witness.token]
+            if int(np.sign(value)) != fact.sign:
+                return False
+    return True
+
+
+def _values(method: Method) -> dict[str, float]:
+    """Every parameter at its default, 1 where it has none."""
+    return {name: 1.0 if value is None else value for name, value in method.defaults.items()}
 
 
 def _witness(method: Method, one: Gradient, other: Gradient) -> Witness | None:
     """The token of the sampled batches at which the two weights differ most."""
-    import numpy as np
-
-    from .reference import per_token
-    from .samples import sample_batches
-
     best: Witness | None = None
     gap = 1e-6
-    defaults = {name: 1.0 if value is None else value for name, value in method.defaults.items()}
+    defaults = _values(method)
     parts = [(one.coef, other.coef)]
     entries = (per_entry(one), per_entry(other))
     if entries != (ir.ZERO, ir.ZERO):
@@ -157,7 +177,7 @@ def _witness(method: Method, one: Gradient, other: Gradient) -> Witness | None:
             for name, (above, below) in ir.RATIOS.items():
                 if above in batch.logp and below in batch.logp and _mentions(method, name):
                     shown.append((name, float(np.exp(batch.logp[above][t] - batch.logp[below][t]))))
-            best = Witness(tuple((n, float(v)) for n, v in shown), float(x[t]), float(y[t]))
+            best = Witness(tuple((n, float(v)) for n, v in shown), float(x[t]), float(y[t]), batch, t)
     return best
 
 

@@ -8,7 +8,7 @@ bidirectional characters, great size or depth.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,72 +115,52 @@ def _check_text(source: Source) -> None:
         raise SpecError((Diagnostic("E0103", f"{what} is not allowed in a spec", _at(source, offset), help),))
 
 
+# libyaml's parser where PyYAML was built with it (every wheel is): the same events, ten times faster.
+_FAST: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
 def _events(source: Source) -> list[yaml.Event]:
     """All parser events; refuses what a spec has no use for before any tree is built."""
-    found: list[yaml.Event] = []
-    depth = documents = 0
     try:
-        for event in yaml.parse(source.text, Loader=yaml.SafeLoader):
-            found.append(event)
-            start, end = _marks(event)
-            where = Span(source, start, max(end, start + 1))
-            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-                raise SpecError(
-                    (
-                        Diagnostic(
-                            "E0104",
-                            "anchors and aliases (& and *) are not allowed in a spec",
-                            where,
-                            "write the value out; put an expression that starts with * or & in quotes",
-                        ),
-                    )
-                )
-            if getattr(event, "tag", None) is not None:
-                raise SpecError(
-                    (
-                        Diagnostic(
-                            "E0104",
-                            f"the tag `{getattr(event, 'tag', '')}` is not allowed in a spec",
-                            where,
-                            "values are plain text; the expression `not x` is written so, `!x` is a tag",
-                        ),
-                    )
-                )
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            documents += isinstance(event, yaml.DocumentStartEvent)
-            if documents > 1:
-                raise SpecError(
-                    (
-                        Diagnostic(
-                            "E0104",
-                            "a file holds one spec; here a second document starts",
-                            where,
-                            "one file per method",
-                        ),
-                    )
-                )
-            if depth > MAX_DEPTH or len(found) > MAX_EVENTS:
-                raise SpecError(
-                    (
-                        Diagnostic(
-                            "E0102",
-                            "this is nested too deep or holds too many values for a spec",
-                            where,
-                            "a method fits on a page",
-                        ),
-                    )
-                )
+        return list(_checked(source, yaml.parse(source.text, Loader=_FAST)))
+    except yaml.YAMLError:
+        pass
+    try:  # the Python parser's words and marks, which are the same on every machine
+        return list(_checked(source, yaml.parse(source.text, Loader=yaml.SafeLoader)))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         offset = min(mark.index, max(len(source.text) - 1, 0)) if mark else 0
-        raise SpecError(
-            (Diagnostic("E0105", f"not YAML: {_one_line(error)}", _at(source, offset), _yaml_help(error)),)
-        ) from None
+        found = Diagnostic("E0105", f"not YAML: {_one_line(error)}", _at(source, offset), _yaml_help(error))
     except yaml.YAMLError as error:
-        raise SpecError(
-            (Diagnostic("E0105", f"not YAML: {' '.join(str(error).split())[:120]}", _at(source, 0), ""),)
-        ) from None
-    return found
+        found = Diagnostic("E0105", f"not YAML: {' '.join(str(error).split())[:120]}", _at(source, 0), "")
+    raise SpecError((found,))
+
+
+def _checked(source: Source, events: Iterable[yaml.Event]) -> Iterator[yaml.Event]:
+    depth = documents = 0
+    for number, event in enumerate(events):
+        start, end = _marks(event)
+        where = Span(source, start, max(end, start + 1))
+        tag = getattr(event, "tag", None)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        documents += isinstance(event, yaml.DocumentStartEvent)
+        refused = None
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            what = "anchors and aliases (& and *) are not allowed in a spec"
+            help = "write the value out; put an expression that starts with * or & in quotes"
+            refused = Diagnostic("E0104", what, where, help)
+        elif tag is not None:
+            help = "values are plain text; the expression `not x` is written so, `!x` is a tag"
+            refused = Diagnostic("E0104", f"the tag `{tag}` is not allowed in a spec", where, help)
+        elif documents > 1:
+            what = "a file holds one spec; here a second document starts"
+            refused = Diagnostic("E0104", what, where, "one file per method")
+        elif depth > MAX_DEPTH or number > MAX_EVENTS:
+            what = "this is nested too deep or holds too many values for a spec"
+            refused = Diagnostic("E0102", what, where, "a method fits on a page")
+        if refused is not None:
+            raise SpecError((refused,))
+        yield event
 
 
 def _marks(event: yaml.Event) -> tuple[int, int]:

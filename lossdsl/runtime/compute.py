@@ -28,7 +28,10 @@ def _before(
     """What is known before any log-prob is read: lengths, counts (the global ones where given), lambda."""
     ax = _layout(tensors, packed, dtype, None)
     found = {"length": ax.length, "first": ax.first}
-    found |= {"live_tokens": (ax.mask if packed else ax.length).sum().to(dtype), "live_answers": ax.first.sum().to(dtype)}
+    found |= {
+        "live_tokens": (ax.mask if packed else ax.length).sum().to(dtype),
+        "live_answers": ax.first.sum().to(dtype),
+    }
     for name in _COUNTS:
         given = tensors.get(f"count:{name}")
         if name not in cls._arguments["weights"] and name not in cls._arguments["before"]:

@@ -320,7 +320,8 @@ class PolicyLoss(torch.nn.Module):
         return found.expand(R.shape)
 
     def _pools(self, part: str) -> bool:
-        return any("_g" in name for name in getattr(self, part).__code__.co_names)
+        names = getattr(self, part).__code__.co_names
+        return any(name.endswith("_g") for name in names) and "loo_g" not in names
 
     # --- metrics -----------------------------------------------------------------------------------------------------------
 
