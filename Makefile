@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 JOBS ?= 2
 
-.PHONY: demo test test-all lint goldens bench clean
+.PHONY: demo test test-all lint goldens docs bench clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/demo.py
@@ -23,6 +23,9 @@ lint: $(VENV)/test
 
 goldens: $(VENV)/test  ## write the golden files anew; read the difference before committing it
 	LOSSDSL_REFRESH=1 $(BIN)/python -m pytest -q tests/test_goldens.py
+
+docs: $(VENV)/test  ## write docs/methods.md from the specs
+	$(BIN)/python docs/make_methods.py
 
 bench: $(VENV)/test
 	$(BIN)/python bench/logp.py

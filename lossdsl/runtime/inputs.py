@@ -131,6 +131,57 @@ def _check_ids(given: Mapping[str, Tensor], like: Tensor) -> None:
             )
 
 
+def _check_rows(
+    given: Mapping[str, Tensor],
+    logits: Tensor,
+    tokens: Tensor,
+    temperature: float | Tensor,
+    shift: bool,
+    values: bool,
+) -> None:
+    """What the logits entry reads besides: always shapes and dtypes, and the values too where asked."""
+    live, vocab = given["mask"], logits.shape[-1]
+    if tokens.is_floating_point() or tokens.dtype is torch.bool:
+        raise ValueError(f"tokens must be integer ids, not {tokens.dtype}")
+    t = temperature if isinstance(temperature, Tensor) else torch.tensor(float(temperature))
+    if t.dim() and t.shape not in (tokens.shape, tokens.shape[:1]):
+        raise ValueError(
+            f"temperature has shape {tuple(t.shape)}; it is a number, or one per answer or token of {tuple(tokens.shape)}"
+        )
+    if (t.device.type == "cpu" or values) and bool(
+        (~(t > 0) & (live.to(t.device) if t.shape == live.shape else True)).any()
+    ):
+        raise ValueError("temperature must be positive: at 0 a policy has no log-probs")
+    ids, head = (given.get(key) for key in _TOPK)
+    if ids is not None and head is not None:
+        if ids.is_floating_point() or ids.dtype is torch.bool:
+            raise ValueError(f"mu_topk_ids must be integer ids, not {ids.dtype}")
+        if ids.shape != head.shape:
+            raise ValueError(f"mu_topk_ids {tuple(ids.shape)} and mu_topk_logprobs {tuple(head.shape)} must agree")
+    distributions = {k: x for k, x in given.items() if k.endswith("_logprobs")}
+    for key, x in distributions.items():
+        if x.shape[-1] != vocab and key != "mu_topk_logprobs":
+            raise ValueError(f"{key} has {x.shape[-1]} columns, the logits {vocab}")
+    if not values or not live.any():
+        return
+    if shift:
+        first = torch.ones_like(live)
+        first[..., 1:] = given["seq_ids"][1:] != given["seq_ids"][:-1] if "seq_ids" in given else False
+        if bool((first & live).any()):
+            raise ValueError("with shift=True nothing scores an answer's first position, but one is live in the mask")
+    for key, entries in (("tokens", tokens), ("mu_topk_ids", ids)):
+        if entries is None:
+            continue
+        mine = entries[live]
+        if bool(((mine < 0) | (mine >= vocab)).any()):
+            raise ValueError(f"a live entry of {key} lies outside the vocabulary of {vocab}")
+        if mine.dim() > 1 and bool((mine.sort(-1).values.diff() == 0).any()):
+            raise ValueError(f"{key} names a token twice in a row: its probability would count twice")
+    for key, x in distributions.items():
+        if not bool((x.amax(-1)[live] <= 1e-4).all()):  # NaN is not
+            raise ValueError(f"{key} has a live entry that is NaN or above 0: log-probs are wanted")
+
+
 def _diagnose(logp: Tensor, tensors: Mapping[str, Tensor], on_missing: str) -> None:
     """Name the input with a bad live value, if there is one: the pass that saw something was only a sum."""
     mask = tensors["mask"]

@@ -14,24 +14,33 @@ from .layouts import exp
 
 
 class _FromRows(torch.autograd.Function):
-    """The loss as a function of logits: the gradient is written chunk by chunk, in backward."""
+    """The loss as a function of logits: backward writes their gradient chunk by chunk.
+
+    What it needs goes through save_for_backward, so a loss that is kept for a log does not keep the logits alive.
+    """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, logits: Tensor, write: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.write = write
+    def forward(
+        ctx: Any, loss: Tensor, logits: Tensor, rows: _Rows, gradients: dict[str, Tensor], centre: Tensor | None
+    ) -> Tensor:
+        given = rows.tensors | rows.weights(gradients, centre)
+        ctx.rows, ctx.names = rows, tuple(given)
+        ctx.save_for_backward(*given.values())
+        rows.tensors = {}
         return loss.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return None, ctx.write(upstream[0]), None
+        given = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        return None, ctx.rows.backward(given | {"upstream": upstream[0]}), None, None, None
 
 
 class _Rows:
-    """One pass over the logits, chunk by chunk, and the pass back that writes their gradient.
+    """Rows of logits with what belongs to each, worked through in chunks; no chunk's float32 copy outlives its turn.
 
-    The columns of a row are the vocabulary, or the k ids of a top-k sampler distribution and one bucket for the rest:
-    there mu(v) is taken as gamma * pi(v), so that a sum over it is one term of the two masses.
+    With `shift` row i scores token i + 1 of the flattened batch; an answer's first token is dead, so that no row scores
+    a token of another answer.
     """
 
     def __init__(
@@ -40,146 +49,182 @@ class _Rows:
         logits: Tensor,
         tokens: Tensor,
         temperature: float | Tensor,
+        shift: bool,
         given: Mapping[str, Tensor],
         max_bytes: int,
     ) -> None:
-        self.loss, self.shape, self.logits = loss, logits.shape, logits.detach()
+        self.loss, self.shape = loss, logits.shape
         self.dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
         n, vocab = tokens.numel(), logits.shape[-1]
-        self.flat = self.logits.reshape(n, vocab)
-        live = given["mask"].reshape(n)
-        self.tokens = torch.where(live, tokens.reshape(n), 0).long()
-        t = torch.as_tensor(temperature, dtype=self.dtype, device=logits.device)
-        if t.dim() and t.shape != tokens.shape:
-            t = t[:, None].expand(tokens.shape) if t.shape == tokens.shape[:1] else t
-            if t.shape != tokens.shape:
-                raise ValueError(
-                    f"temperature has shape {tuple(t.shape)}; it is a number, or one per answer or token of {tuple(tokens.shape)}"
-                )
-        self.temperature = t.reshape(n, 1) if t.dim() else t
-        self.step = max(1, max_bytes // max(vocab * (8 if self.dtype is torch.float64 else 4), 1))
-        self.live = live
-        parts = ("distribution", "d_distribution", "centre")
-        read = {a for part in parts for a in loss._arguments[part]}
-        self.extra: dict[str, Tensor] = {}
-        for policy in ("mu", "prox", "ref"):
-            x = given.get(f"{policy}_logprobs")
-            if x is not None and f"log_{policy}" in read:
-                self.extra[policy] = x.detach().reshape(n, x.shape[-1])
-        for key, x in self.extra.items():
-            if x.shape[1] != vocab:
-                raise ValueError(f"{key}_logprobs has {x.shape[1]} columns, the logits {vocab}")
-        self.ids = (
-            given["mu_topk_ids"].detach().reshape(n, given["mu_topk_ids"].shape[-1]).long()
-            if "mu_topk_ids" in given and "log_mu" in read
-            else None
-        )
-        if self.ids is not None:
-            self.extra["mu"] = given["mu_topk_logprobs"].detach().reshape(self.ids.shape)
-        A = given.get("advantages")
-        self.A = (
-            None
-            if A is None
-            else (A if A.dim() == tokens.dim() else A[:, None].expand(tokens.shape))
-            .detach()
-            .reshape(n, 1)
-            .to(self.dtype)
-        )
-        self.values = {
-            k: given[k].detach().reshape(n, 1).to(self.dtype)
-            for k in loss.INPUTS
-            if k in read and given[k].shape == tokens.shape
+        self.skip = int(shift and n > 0)  # the first token has no row, the last row no token
+
+        def per_token(x: Tensor, *columns: int) -> Tensor:
+            x = x if x.dim() == 0 or x.shape[: tokens.dim()] == tokens.shape else x[:, None].expand(tokens.shape)
+            return x.detach().reshape(n, *(columns or (1,)))[self.skip :]
+
+        self.tensors = {
+            "logits": logits.detach().reshape(n, vocab)[: n - self.skip],
+            "live": per_token(given["mask"]),
+            "tokens": torch.where(per_token(given["mask"]), per_token(tokens), 0).long(),
         }
+        t = torch.as_tensor(temperature, dtype=self.dtype, device=logits.device)
+        self.tensors["inverse_t"] = torch.where(self.tensors["live"], 1 / per_token(t), 0.0) if t.dim() else 1 / t
+        read = {a for part in ("distribution", "d_distribution", "centre") for a in loss._arguments[part]}
+        for policy in ("mu", "prox", "ref"):
+            x, ids = given.get(f"{policy}_logprobs"), given.get("mu_topk_ids") if policy == "mu" else None
+            if f"log_{policy}" not in read:
+                continue
+            if ids is not None:
+                x = given["mu_topk_logprobs"]
+                self.tensors["ids"] = per_token(ids, ids.shape[-1])
+            assert x is not None
+            self.tensors[f"log_{policy}"] = per_token(x, x.shape[-1])
+        for name in ("A", *loss.INPUTS):
+            found = given.get("advantages" if name == "A" else name)
+            if name in read and found is not None:
+                self.tensors[name] = per_token(found.to(self.dtype)) if found.dim() else found.detach().to(self.dtype)
+        # Compiled, a row that reads nothing but its own logits leaves no temporaries: one chunk.
+        fused = loss.compiled and not read
+        self.step = max(1, n if fused else max_bytes // max(vocab * self.dtype.itemsize, 1))
 
-    def _chunks(self) -> list[slice]:
-        n = self.flat.shape[0]
-        pieces = max(1, -(-n // self.step))
-        return [slice(n * i // pieces, n * (i + 1) // pieces) for i in range(pieces)] if n else []
-
-    def _log_pi(self, at: slice) -> tuple[Tensor, Tensor]:
-        """(log pi of the whole vocabulary, log-normaliser) of some rows; rows that are not live count as uniform."""
-        z = torch.where(self.live[at, None], self.flat[at].to(self.dtype), 0.0)
-        t = self.temperature[at] if self.temperature.dim() else self.temperature
-        z = z / t
-        lse = torch.logsumexp(z, -1, keepdim=True)
-        return z - lse, lse
-
-    def _columns(self, log_pi: Tensor, at: slice) -> dict[str, Tensor]:
-        """The arguments of the vocabulary functions for some rows."""
-        columns = {k: torch.where(self.live[at, None], x[at].to(self.dtype), 0.0) for k, x in self.extra.items()}
-        if self.ids is not None:
-            log_pi = torch.where(
-                self.live[at, None], log_pi.gather(1, torch.where(self.live[at, None], self.ids[at], 0)), -1.0
-            )
-            rest_pi = torch.clamp(1 - log_pi.exp().sum(-1, keepdim=True), min=1e-6)
-            rest_mu = torch.clamp(1 - columns["mu"].exp().sum(-1, keepdim=True), min=0.0)
-            log_pi = torch.cat([log_pi, rest_pi.log()], -1)
-            columns["mu"] = torch.cat([columns["mu"], rest_mu.log()], -1)
-        columns["pi"] = log_pi
-        found = {f"log_{k}": torch.clamp(x, -1e4, 0.0) for k, x in columns.items()}
-        found |= {k: x[at] for k, x in self.values.items()} | self.loss._tensors_on(self.flat.device, self.dtype)
-        if self.A is not None:
-            found["A"] = torch.where(self.live[at, None], self.A[at], 0.0)
+    def _chunks(self, tensors: Mapping[str, Tensor]) -> list[tuple[slice, dict[str, Tensor]]]:
+        """Even pieces (a last piece of one row would be a size of its own to compile for)."""
+        n = tensors["logits"].shape[0]
+        pieces = -(-n // self.step)
+        found = []
+        for i in range(pieces):
+            at = slice(n * i // pieces, n * (i + 1) // pieces)
+            found.append((at, {k: x[at] if x.dim() else x for k, x in tensors.items()}))
         return found
 
-    def _call(self, part: str, columns: Mapping[str, Any]) -> Any:
-        return getattr(self.loss, part)(**{k: columns[k] for k in self.loss._arguments[part]})
+    def _run(self, function: Callable[..., Any], rows: dict[str, Tensor]) -> Any:
+        params = self.loss._tensors_on(rows["logits"].device, self.dtype)
+        with torch.no_grad():
+            return self.loss._compile(function.__name__, function)(rows, params)
 
-    def _head(self, d: Tensor, log_pi: Tensor) -> Tensor:
-        """Columns with a tail bucket -> the k ids: since sum_v pi(v) s_v = 0, the tail's share moves onto the head."""
-        if self.ids is None:
-            return d
-        return d[:, :-1] - d[:, -1:] * exp(log_pi[:, :-1] - log_pi[:, -1:])
+    def forward(self) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """log pi of the sampled tokens, the sums over the vocabulary and the centring term, in the tokens' shape."""
+        parts: dict[str, list[Tensor]] = {}
+        for _, rows in self._chunks(self.tensors):
+            for name, x in self._run(_rows_forward, rows).items():
+                parts.setdefault(name, []).append(x)
+        zero = torch.zeros(self.skip, 1, dtype=self.dtype, device=self.tensors["logits"].device)
+        if not parts:
+            parts = {name: [zero[:0]] for name in ("logp", "lse", "centre", *self.loss.SUMS)}
+        self.tensors["lse"] = torch.cat(parts.pop("lse"))
+        found = {name: torch.cat([zero, *x]).reshape(self.shape[:-1]) for name, x in parts.items()}
+        return found.pop("logp"), {k: found[k] for k in self.loss.SUMS}, found.get("centre", zero.sum())
 
-    def forward(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """log pi of the sampled tokens and the sums over the vocabulary, in the tokens' shape."""
-        n = self.flat.shape[0]
-        logp = torch.zeros(n, dtype=self.dtype, device=self.flat.device)
-        names = self.loss.SUMS
-        sums = {k: torch.zeros_like(logp) for k in names}
-        self.centre_value = torch.zeros_like(logp)
-        for at in self._chunks():
-            log_pi, _ = self._log_pi(at)
-            logp[at] = log_pi.gather(1, self.tokens[at, None])[:, 0]
-            if self.loss.distribution is not None or self.loss.centre is not None:
-                columns = self._columns(log_pi, at)
-                if self.loss.distribution is not None:
-                    for k, x in self._call("distribution", columns).items():
-                        sums[k][at] = x.to(self.dtype)
-                if self.loss.centre is not None:
-                    d = self._head(self._call("centre", columns), columns["log_pi"])
-                    head = columns["log_pi"][:, : d.shape[1]]
-                    self.centre_value[at] = (d * head).sum(-1)
-        shape = self.shape[:-1]
-        self.centre_value = torch.where(self.live, self.centre_value, 0.0).reshape(shape)
-        return logp.reshape(shape), {k: x.reshape(shape) for k, x in sums.items()}
+    def weights(self, gradients: Mapping[str, Tensor], centre: Tensor | None) -> dict[str, Tensor]:
+        """What backward multiplies by, one value per row: d loss / d log pi, d loss / d each sum, and the centring weight."""
+        found = {f"d:{k}": g for k, g in gradients.items()} | ({} if centre is None else {"centre": centre})
+        return {k: x.expand(self.shape[:-1]).reshape(-1, 1)[self.skip :].to(self.dtype) for k, x in found.items()}
 
-    def backward(self, upstream: Tensor, gradients: Mapping[str, Tensor], centre: Tensor | None) -> Tensor:
+    def backward(self, tensors: dict[str, Tensor]) -> Tensor:
         """d loss / d logits, in their dtype."""
-        n = self.flat.shape[0]
-        result = torch.empty_like(self.flat)
-        coef = gradients["logp"].reshape(n, 1)
-        grads = {k: g.reshape(n, 1) for k, g in gradients.items() if k != "logp"}
-        weight = None if centre is None else centre.expand(self.shape[:-1]).reshape(n, 1)
-        for at in self._chunks():
-            log_pi, _ = self._log_pi(at)
-            d: Tensor | None = None
-            if grads or weight is not None:
-                columns = self._columns(log_pi, at)
-                if grads:
-                    d = self._call("d_distribution", columns | {"grads": {k: g[at] for k, g in grads.items()}})
-                if weight is not None:
-                    centred = weight[at] * self._call("centre", columns)
-                    d = centred if d is None else d + centred
-                assert d is not None
-                d = self._head(d, columns["log_pi"])
-            total = coef[at] if d is None else coef[at] + d.sum(-1, keepdim=True)
-            dz = -log_pi.exp() * total
-            if d is not None and self.ids is None:
-                dz = dz + d
-            elif d is not None and self.ids is not None:
-                dz.scatter_add_(1, torch.where(self.live[at, None], self.ids[at], 0), d)
-            dz.scatter_add_(1, self.tokens[at, None], coef[at])
-            t = self.temperature[at] if self.temperature.dim() else self.temperature
-            result[at] = torch.where(self.live[at, None], dz * (upstream / t), 0.0).to(result.dtype)
-        return result.reshape(self.shape)
+        logits = tensors["logits"]
+        chunks, found = self._chunks(tensors), logits.new_empty(0, logits.shape[1])
+        if len(chunks) > 1 or self.skip:
+            found = logits.new_zeros(logits.shape[0] + self.skip, logits.shape[1])
+        for at, rows in chunks:
+            dense, sparse = self._run(_rows_backward, rows)
+            for places, values in sparse:
+                dense[torch.arange(len(places), device=places.device)[:, None], places] = values.to(dense.dtype)
+            if len(chunks) > 1 or self.skip:
+                found[at] = dense
+            else:
+                found = dense
+        return found.reshape(self.shape)
+
+
+def _columns(cls: Any, rows: Mapping[str, Tensor], params: Mapping[str, Tensor], log_pi: Tensor) -> dict[str, Any]:
+    """The arguments of the vocabulary functions.
+
+    The columns of a row are the vocabulary, or the k ids of a top-k sampler distribution and one bucket for the rest:
+    there mu(v) is taken as gamma * pi(v), so that a sum over it is one term of the two masses.
+    """
+    live, dtype = rows["live"], log_pi.dtype
+    columns = {k: torch.where(live, x.to(dtype), 0.0) for k, x in rows.items() if k.startswith("log_")}
+    columns["log_pi"] = log_pi
+    if "ids" in rows:
+        head = log_pi.gather(1, torch.where(live, rows["ids"], 0))
+        rest_pi = torch.clamp(1 - head.exp().sum(-1, keepdim=True), min=1e-6)
+        rest_mu = torch.clamp(1 - columns["log_mu"].exp().sum(-1, keepdim=True), min=0.0)
+        columns["log_pi"] = torch.cat([head, rest_pi.log()], -1)
+        columns["log_mu"] = torch.cat([columns["log_mu"], rest_mu.log()], -1)
+    # A probability of 0 is e ** -10000: every product with it is exactly 0, and no difference of two is NaN.
+    clamped = {k: torch.clamp(x, -1e4, 0.0) for k, x in columns.items()}
+    given = {k: torch.where(live, x, 0.0) if x.dim() else x for k, x in rows.items() if k in ("A", *cls.INPUTS)}
+    return dict(params) | given | clamped
+
+
+def _call(cls: Any, part: str, columns: Mapping[str, Any]) -> Any:
+    return getattr(cls, part)(**{k: columns[k] for k in cls._arguments[part]})
+
+
+def _head(d: Tensor, columns: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> Tensor:
+    """Columns with a tail bucket -> the k ids: since sum_v pi(v) s_v = 0, the tail's share moves onto the head."""
+    if "ids" not in rows:
+        return d
+    log_pi = columns["log_pi"]
+    return d[:, :-1] - d[:, -1:] * exp(log_pi[:, :-1] - log_pi[:, -1:])
+
+
+def _rows_forward(cls: Any, rows: dict[str, Tensor], params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """log pi of the sampled token, the log-normaliser, the sums over the vocabulary and the centring term of each row."""
+    live, dtype = rows["live"], rows["inverse_t"].dtype
+    z = rows["logits"].to(dtype) * rows["inverse_t"]  # whatever a dead row holds stays in that row
+    lse = torch.where(live, torch.logsumexp(z, -1, keepdim=True), 0.0)
+    found = {"logp": torch.where(live, z.gather(1, rows["tokens"]) - lse, 0.0), "lse": lse}
+    if cls.distribution is None and cls.centre is None:
+        return found
+    columns = _columns(cls, rows, params, torch.where(live, z - lse, 0.0))
+    if cls.distribution is not None:
+        found |= {k: x.to(dtype)[:, None] for k, x in _call(cls, "distribution", columns).items()}
+    if cls.centre is not None:
+        d = _head(_call(cls, "centre", columns), columns, rows)
+        found["centre"] = torch.where(live, (d * columns["log_pi"][:, : d.shape[1]]).sum(-1, keepdim=True), 0.0)
+    return found
+
+
+def _rows_backward(
+    cls: Any, rows: dict[str, Tensor], params: dict[str, Tensor]
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """d loss / dz = (D - pi * sum_v D(v)) / temperature of each row, where D(v) = d loss / d log pi(v).
+
+    First its dense part; then the few places of a row that have more than that, with their whole value: it is formed in
+    float32 and rounded once.
+    """
+    live, inverse_t, coef, tokens = (rows[k] for k in ("live", "inverse_t", "d:logp", "tokens"))
+
+    def log_pi(z: Tensor) -> Tensor:
+        return z.to(inverse_t.dtype) * inverse_t - rows["lse"]
+
+    sums = {k.removeprefix("d:"): g for k, g in rows.items() if k.startswith("d:") and k != "d:logp"}
+    d: Tensor | None = None
+    if sums or "centre" in rows:
+        columns = _columns(cls, rows, params, torch.where(live, log_pi(rows["logits"]), 0.0))
+        if sums:
+            d = _call(cls, "d_distribution", columns | {"grads": sums})
+        if "centre" in rows:
+            centred = rows["centre"] * _call(cls, "centre", columns)
+            d = centred if d is None else d + centred
+        assert d is not None
+        d = _head(d, columns, rows)
+    total = coef if d is None else coef + d.sum(-1, keepdim=True)
+    scale = rows["upstream"] * inverse_t
+    dense = log_pi(rows["logits"]).exp() * -(total * scale)
+    if d is not None and "ids" not in rows:
+        dense = dense + d * scale
+    dense = torch.where(live, dense, 0.0).to(rows["logits"].dtype)
+
+    def at(places: Tensor, extra: Tensor) -> tuple[Tensor, Tensor]:
+        pi = log_pi(rows["logits"].gather(1, places)).exp()
+        return places, torch.where(live, (extra - pi * total) * scale, 0.0)
+
+    if d is None:
+        return dense, [at(tokens, coef)]
+    if "ids" not in rows:
+        return dense, [at(tokens, coef + d.gather(1, tokens))]
+    ids = torch.where(live, rows["ids"], 0)
+    return dense, [at(ids, d), at(tokens, coef + torch.where(ids == tokens, d, 0.0).sum(-1, keepdim=True))]

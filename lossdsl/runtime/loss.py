@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .compute import _before, _compute
-from .inputs import _check_ids, _diagnose, _read_counts, _read_inputs
+from .inputs import _check_ids, _check_rows, _diagnose, _read_counts, _read_inputs
 from .layouts import Answers, div
 from .logits import _FromRows, _Rows
 from .metrics import Output, Prepared, Weights
@@ -205,9 +205,9 @@ class PolicyLoss(torch.nn.Module):
         Args:
             logits: [B, T, V], or [N, V] packed with `seq_ids`; those at t score tokens at t (at t + 1 with `shift`).
             tokens: [B, T] or [N]: the sampled ids.
-            temperature: that of the sampler: a number, or one per row (like `tokens`).
-            shift: logits[t] scores tokens[t + 1]; every other input is aligned with `tokens`, and the first position,
-                which nothing scores, must not be live.
+            temperature: that of the sampler: a number, or one per answer ([B]) or token (like `tokens`).
+            shift: logits[t] scores tokens[t + 1], without a copy of the logits; every other input is aligned with
+                `tokens`, and an answer's first position, which nothing scores, must not be live.
             max_chunk_bytes: bound on each float32 temporary.
             inputs: as `forward`; the sampler's distribution as mu_logprobs [..., V], or as its top k:
                 mu_topk_ids and mu_topk_logprobs [..., k], the rest being taken as mu(v) = gamma pi(v).
@@ -219,31 +219,15 @@ class PolicyLoss(torch.nn.Module):
             raise ValueError(
                 f"logits {tuple(logits.shape)} must be tokens' shape {tuple(tokens.shape)} and the vocabulary"
             )
-        if tokens.is_floating_point() or tokens.dtype is torch.bool:
-            raise ValueError(f"tokens must be integer ids, not {tokens.dtype}")
-        if not isinstance(temperature, Tensor) and not temperature > 0:
-            raise ValueError(f"temperature must be positive, not {temperature}: at 0 a policy has no log-probs")
-        if shift:
-            if tokens.dim() == 1:
-                logits = torch.cat([logits[:1] * 0, logits[:-1]])
-            else:
-                logits = torch.cat([logits[:, :1] * 0, logits[:, :-1]], 1)
-            if self._checking(logits) and bool((mask[0] if mask.dim() == 1 else mask[:, 0]).any()):
-                raise ValueError("with shift=True nothing scores the first position, but it is live in the mask")
         given = _read_inputs(self, logits[..., 0], "logits", mask, advantages, inputs)
-        if self._checking(logits):
-            live = tokens[given["mask"]]
-            if bool(((live < 0) | (live >= logits.shape[-1])).any()):
-                raise ValueError(f"a live token id lies outside the vocabulary of {logits.shape[-1]}")
-            if isinstance(temperature, Tensor) and bool((temperature <= 0).any()):
-                raise ValueError("temperature must be positive everywhere: at 0 a policy has no log-probs")
-        rows = _Rows(self, logits, tokens, temperature, given, max_chunk_bytes)
-        logp, sums = rows.forward()
+        _check_rows(given, logits, tokens, temperature, shift, self._checking(logits))
+        rows = _Rows(self, logits, tokens, temperature, shift, given, max_chunk_bytes)
+        logp, sums, centre_value = rows.forward()
         loss, gradients, metrics, centre = self._evaluate(logp, given | sums, counts)
         if centre is not None:
-            loss = loss + (centre * rows.centre_value).sum()
+            loss = loss + (centre * centre_value).sum()
         if logits.requires_grad and torch.is_grad_enabled():
-            loss = _FromRows.apply(loss, logits, lambda upstream: rows.backward(upstream, gradients, centre))  # type: ignore[no-untyped-call]
+            loss = _FromRows.apply(loss, logits, rows, gradients, centre)  # type: ignore[no-untyped-call]
         return Output(loss, metrics)
 
     # --- the data side -----------------------------------------------------------------------------------------------------
@@ -375,22 +359,23 @@ class PolicyLoss(torch.nn.Module):
             _check_ids(given, logp)
         params = self._tensors_on(logp.device, dtype)
         known = _before(type(self), options[3], dtype, tensors, params)
-        kernel = self._kernel(options)
-        loss, gradients, keys, sums, ns, centre = kernel(logp.detach(), tensors, known, params)
+        kernel = self._compile(options, lambda cls, *args: _compute(cls, options, *args))
+        with torch.no_grad():  # one program, whatever the caller's mode
+            loss, gradients, keys, sums, ns, centre = kernel(logp.detach(), tensors, known, params)
         if checking and not math.isfinite(loss.item()):
             _diagnose(logp, tensors, self.on_missing)
         metrics = dict(zip(keys, zip(sums.unbind(), ns.unbind(), strict=True), strict=True)) if keys else {}
         return loss, gradients, metrics, centre
 
-    def _kernel(self, options: tuple[bool, bool, str, bool]) -> Callable[..., Any]:
-        """The weight computation for one layout and set of options, compiled once per class."""
-        if not self.compiled:
-            return lambda *args: _compute(type(self), options, *args)
+    def _compile(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        """function(class, ...) for this class, compiled once per class and key unless `compile=False`."""
         cls = type(self)
-        if options not in cls._compiled:
 
-            def kernel(logp: Tensor, *given: dict[str, Tensor]) -> Any:
-                return _compute(cls, options, logp, *given)
+        def kernel(*args: Any) -> Any:
+            return function(cls, *args)
 
-            cls._compiled[options] = torch.compile(kernel, fullgraph=True, dynamic=True)
-        return cls._compiled[options]
+        if not self.compiled:
+            return kernel
+        if key not in cls._compiled:
+            cls._compiled[key] = torch.compile(kernel, fullgraph=True, dynamic=True)
+        return cls._compiled[key]
