@@ -15,7 +15,9 @@ def page() -> str:
     lines = [
         "# The built-in methods",
         "",
-        "Written by `docs/make_methods.py` from the specs. `lossdsl show NAME` has more.",
+        "Written by `docs/make_methods.py` from the specs. `lossdsl show NAME` has more. *The review* is the post",
+        '"From REINFORCE to one master equation, grouping policy-gradient methods by the ratio each one controls", whose',
+        "objectives, gradients and table the first five groups follow.",
     ]
     for heading, names in lossdsl.groups():
         lines += ["", f"## {heading}"]

@@ -23,7 +23,7 @@ compile compiled debug metrics on_missing params
 ax exp log div log_bound torch Tensor Weights PolicyLoss Loss Any float self
 lam value coef objective grads ratios limits outside
 advantage keep kept reward shape prepare needs name spec_hash rescale merge summary from_logits from_hidden
-weights distribution d_distribution centre PARAMS NEEDS INPUTS ADVANTAGES TOPK LOCAL_STATISTICS
+weights distribution d_distribution centre before known PARAMS NEEDS INPUTS SUMS ADVANTAGES TOPK LOCAL_STATISTICS
 """
 
 # The public attributes of torch.nn.Module, which the loss is: reading `loss_fn.half` must give what it always gives.
