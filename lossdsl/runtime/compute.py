@@ -59,7 +59,7 @@ def _before(
 def _answers(ax: Any, tensors: dict[str, Tensor], packed: bool) -> Tensor:
     """How many answers there are, empty ones included as far as the layout shows them."""
     if not packed:
-        return torch.tensor(ax.mask.shape[0], device=ax.mask.device)
+        return torch.full((), ax.mask.shape[0], device=ax.mask.device)
     ids = tensors["seq_ids"]
     return torch.cat([ids, ids.new_full((1,), -1)]).amax() + 1
 

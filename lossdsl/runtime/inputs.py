@@ -15,6 +15,7 @@ from torch import Tensor
 _POLICY = {"prox_logp": "prox", "mu_logp": "mu", "ref_logp": "ref"}
 _COUNTS = ("n_tokens", "n_seqs", "n_groups", "group_size", "group_tokens")
 _TOPK = ("mu_topk_ids", "mu_topk_logprobs")
+_IDS = ("groups", "seq_ids", "segment_ids", "mu_topk_ids")
 
 # Every input that some loss reads, and what it has one value per; a loss ignores those that it does not need.
 _INPUTS = {
@@ -50,6 +51,13 @@ def _read_inputs(
         _check_shape(loss, key, x, like, what, packed)
         if x.device != like.device:
             raise ValueError(f"{key} is on {x.device}, {what} on {like.device}")
+        if key in _IDS:
+            if x.is_floating_point() or x.dtype is torch.bool:
+                raise ValueError(f"{key} must be integers, not {x.dtype}")
+            given[key] = x.long()
+        elif key.endswith(("_logp", "_logprobs")) and not x.is_floating_point():
+            raise ValueError(f"{key} must be floating point, not {x.dtype}")
+    mask = given["mask"]
     if mask.dtype is not torch.bool:
         if loss._checking(mask) and not bool(((mask == 0) | (mask == 1)).all()):
             raise ValueError("mask must be bool or hold only 0 and 1: is something else passed in its place?")
@@ -104,13 +112,21 @@ def _read_counts(loss: Any, counts: Mapping[str, Any] | None, like: Tensor) -> d
     found = {}
     for key, x in (counts or {}).items():
         if key not in _COUNTS:
-            raise TypeError(f"unknown count {key!r}; the counts are {', '.join(_COUNTS)}")
-        if key in used:
-            found[key] = torch.as_tensor(x, device=like.device)
+            near = difflib.get_close_matches(key, _COUNTS, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the counts are {', '.join(_COUNTS)}"
+            raise TypeError(f"unknown count {key!r}; {hint}")
+        if key not in used:
+            continue
+        if not isinstance(x, Tensor):  # a number is filled in, not copied over: no wait for the device
+            x = torch.full((), float(x), dtype=torch.float64, device=like.device)
+        if x.dim() and (key.startswith("n_") or x.shape != like.shape[:1]):
+            allowed = "0-dim" if key.startswith("n_") else f"0-dim or ({like.shape[0]},)"
+            raise ValueError(f"the count {key} has shape {tuple(x.shape)}; it must be {allowed}")
+        found[key] = x.to(like.device)
     if counts and loss.LOCAL_STATISTICS:
         raise ValueError(f"{loss.name} cannot be split into micro-batches with counts: {loss.LOCAL_STATISTICS}")
     parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
-    missing = [name for name in used if name.startswith("n_") and name not in found]
+    missing = [name for name in used if name not in found]
     if missing and parallel and torch.distributed.get_world_size() > 1:
         raise TypeError(
             f"{loss.name} divides by {', '.join(missing)}: with several ranks pass the global ones, "
@@ -120,14 +136,18 @@ def _read_counts(loss: Any, counts: Mapping[str, Any] | None, like: Tensor) -> d
 
 
 def _check_ids(given: Mapping[str, Tensor], like: Tensor) -> None:
-    for key in ("groups", "seq_ids"):
+    """Ids index a buffer as long as the input; where they are negative on a masked token, it belongs to nothing."""
+    packed = "seq_ids" in given
+    for key in ("groups", "seq_ids", "segment_ids"):
         ids = given.get(key)
         if ids is None or not ids.numel():
             continue
-        if ids.is_floating_point() or bool((ids.min() < 0) | (ids.max() >= like.shape[0])):
+        size = like.shape[-1] if key == "segment_ids" else like.shape[0]
+        low = torch.where(given["mask"], ids, 0) if ids.shape == given["mask"].shape else ids
+        if bool((low.min() < 0) | (ids.max() >= size)):
+            extra = " (or negative at masked tokens)" if packed else ""
             raise ValueError(
-                f"{key} must be integers from 0 to {like.shape[0] - 1}; "
-                "torch.unique(..., return_inverse=True)[1] numbers any labels so"
+                f"{key} must be from 0 to {size - 1}{extra}; torch.unique(..., return_inverse=True)[1] numbers any labels so"
             )
 
 
@@ -153,11 +173,8 @@ def _check_rows(
     ):
         raise ValueError("temperature must be positive: at 0 a policy has no log-probs")
     ids, head = (given.get(key) for key in _TOPK)
-    if ids is not None and head is not None:
-        if ids.is_floating_point() or ids.dtype is torch.bool:
-            raise ValueError(f"mu_topk_ids must be integer ids, not {ids.dtype}")
-        if ids.shape != head.shape:
-            raise ValueError(f"mu_topk_ids {tuple(ids.shape)} and mu_topk_logprobs {tuple(head.shape)} must agree")
+    if ids is not None and head is not None and ids.shape != head.shape:
+        raise ValueError(f"mu_topk_ids {tuple(ids.shape)} and mu_topk_logprobs {tuple(head.shape)} must agree")
     distributions = {k: x for k, x in given.items() if k.endswith("_logprobs")}
     for key, x in distributions.items():
         if x.shape[-1] != vocab and key != "mu_topk_logprobs":
