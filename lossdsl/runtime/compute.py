@@ -94,7 +94,7 @@ def _compute(
     w: Weights = cls.weights(**{k: values[k] for k in cls._arguments["weights"]})
     read = [values["A" if k == "advantages" else k] for k in others]
     sound = _poison(list(logps.values()), read) if checking else 0.0
-    loss = -torch.where(live, w.value + sound, 0.0).sum()
+    loss = 0.0 - torch.where(live, w.value + sound, 0.0).sum()  # not -sum: nothing is 0, not -0
     gradients = {"logp": torch.where(live, -w.coef, 0.0).to(logp.dtype)}
     gradients |= {k: torch.where(live, -g, 0.0).to(tensors[k].dtype) for k, g in w.grads.items()}
     centre = None if w.centre is None else torch.where(live, w.centre, 0.0)

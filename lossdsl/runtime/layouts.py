@@ -34,6 +34,11 @@ def div(a: Any, b: Tensor) -> Tensor:
     return torch.where(zero, 0.0, a / torch.where(zero, 1.0, b))
 
 
+def _wide(x: Tensor) -> Tensor:
+    """At least float32: indicators have torch's default dtype, which a trainer may have set to a 16-bit one."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 def _pad(x: Tensor, value: float) -> Tensor:
     """One more entry at the end, so that an empty axis has something to take the extreme of."""
     return torch.nn.functional.pad(x, (0, 1), value=value)
@@ -59,7 +64,7 @@ class Segments:
         self.ids, self.live = ids, live
 
     def sum(self, x: Tensor) -> Tensor:
-        x = torch.where(self.live, x, 0.0)
+        x = torch.where(self.live, _wide(x), 0.0)
         return torch.zeros_like(x).index_add(0, self.ids, x)[self.ids]
 
     def count(self, like: Tensor) -> Tensor:
@@ -180,7 +185,7 @@ class Layout:
         """x flat, and which of its entries are the items of an axis."""
         live = self.items(axis)
         shape = (x + live).shape  # a value per answer or batch spreads to the items
-        return x.expand(shape).reshape(-1), live.expand(shape).reshape(-1)
+        return _wide(x).expand(shape).reshape(-1), live.expand(shape).reshape(-1)
 
     def items(self, axis: str) -> Tensor:
         """One place per item of an axis: a live token, the first of each turn, an answer, the first answer of each group."""
@@ -250,7 +255,7 @@ class Padded(Layout):
         return found[:, None]
 
     def sum_t(self, x: Tensor) -> Tensor:
-        return torch.where(self.mask, x, 0.0).sum(-1, keepdim=True)
+        return torch.where(self.mask, _wide(x), 0.0).sum(-1, keepdim=True)
 
     def mean_t(self, x: Tensor) -> Tensor:
         return div(self.sum_t(x), self.length)

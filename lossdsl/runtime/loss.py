@@ -114,9 +114,16 @@ class PolicyLoss(torch.nn.Module):
 
     def __setattr__(self, key: str, value: Any) -> None:
         if key not in self.PARAMS:
+            near = difflib.get_close_matches(key, self.PARAMS, 1, 0.8)
+            if (
+                near and "_tensors" in self.__dict__ and not hasattr(self, key)
+            ):  # mistyped, it would be set and never read
+                raise AttributeError(f"{self.name} has no parameter {key!r}; did you mean {near[0]!r}?")
             super().__setattr__(key, value)
             return
         _, low, high, _ = self.PARAMS[key]
+        if isinstance(value, (str, bool)):
+            raise TypeError(f"{key} must be a number, not {value!r}")
         number = float(value)
         if not math.isfinite(number) or (low is not None and number < low) or (high is not None and number > high):
             raise ValueError(
@@ -159,8 +166,10 @@ class PolicyLoss(torch.nn.Module):
             mask: the same shape, bool or 0/1: which tokens are live.
             advantages: [B] or [B, T] (packed: [N]).
             counts: global counts of the optimiser step that lambda divides by, e.g. {"n_tokens": ...}.
-            inputs: prox_logp, mu_logp, ref_logp like logp; entropy like logp; groups [B] (packed: [N]), ids below B (N);
-                seq_ids, segment_ids; and what the spec declares. What this loss does not need is ignored.
+            inputs: prox_logp, mu_logp, ref_logp and entropy like logp; groups [B] (packed: [N]), ids below B (N);
+                seq_ids [N], ids below N; segment_ids like logp, numbered within their row (packed: in the whole row);
+                and what the spec declares. What this loss does not need is ignored. A masked token of a packed batch
+                may have a negative id: it belongs to no answer.
 
         Raises:
             TypeError: an input that is missing or unknown. ValueError: shapes, dtypes or values that do not fit.
@@ -278,8 +287,8 @@ class PolicyLoss(torch.nn.Module):
         if rewards.dim() != 1 or groups.shape != rewards.shape:
             raise ValueError(f"rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)} must both be [B]")
         R = rewards.to(torch.float64 if rewards.dtype is torch.float64 else torch.float32)
-        if bool(torch.isnan(R).any()):
-            raise ValueError("a reward is NaN: drop the answer or give it a reward")
+        if not bool(torch.isfinite(R).all()):
+            raise ValueError("a reward is NaN or infinite: drop the answer or give it a reward")
         ax = Answers(torch.unique(groups, return_inverse=True)[1])
         size = ax.answers.count(R)
         if part == "advantage" and "ax" in self._arguments[part] and bool((size == 1).any()) and self._pools(part):

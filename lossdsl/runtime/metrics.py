@@ -55,7 +55,7 @@ def _metrics(
     }
 
     def mean(name: str, x: Tensor, live: Tensor = mask, count: Tensor = n) -> None:
-        found[name] = (torch.where(live, x, 0.0).sum(), count)
+        found[name] = (torch.where(live, x, 0.0).sum(dtype=n.dtype), count)
 
     for name, (log_ratio, axis) in w.ratios.items():
         (live, count), ratio = items[axis], exp(log_ratio)
