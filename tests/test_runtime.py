@@ -410,6 +410,7 @@ def test_with_several_ranks_a_missing_count_is_an_error(
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     assert "n_tokens" in refused(Product(compile=False), batch)
     call(Product(compile=False), batch, counts={"n_tokens": 26})
+    assert "split over ranks" in refused(Local(compile=False), batch)
 
 
 # --- missing log-probs of the sampler ----------------------------------------------------------------------------------------------------

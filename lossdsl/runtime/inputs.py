@@ -127,7 +127,10 @@ def _read_counts(loss: Any, counts: Mapping[str, Any] | None, like: Tensor) -> d
         raise ValueError(f"{loss.name} cannot be split into micro-batches with counts: {loss.LOCAL_STATISTICS}")
     parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
     missing = [name for name in used if name not in found]
-    if missing and parallel and torch.distributed.get_world_size() > 1:
+    parallel = parallel and torch.distributed.get_world_size() > 1
+    if parallel and loss.LOCAL_STATISTICS:
+        raise ValueError(f"{loss.name} cannot be split over ranks: {loss.LOCAL_STATISTICS}")
+    if missing and parallel:
         raise TypeError(
             f"{loss.name} divides by {', '.join(missing)}: with several ranks pass the global ones, "
             "counts={...}; the local ones would change the objective"
@@ -163,13 +166,15 @@ def _check_rows(
     live, vocab = given["mask"], logits.shape[-1]
     if tokens.is_floating_point() or tokens.dtype is torch.bool:
         raise ValueError(f"tokens must be integer ids, not {tokens.dtype}")
-    t = temperature if isinstance(temperature, Tensor) else torch.tensor(float(temperature))
-    if t.dim() and t.shape not in (tokens.shape, tokens.shape[:1]):
+    t = temperature if isinstance(temperature, Tensor) else None
+    if t is not None and t.dim() and t.shape not in (tokens.shape, tokens.shape[:1]):
         raise ValueError(
             f"temperature has shape {tuple(t.shape)}; it is a number, or one per answer or token of {tuple(tokens.shape)}"
         )
-    if (t.device.type == "cpu" or values) and bool(
-        (~(t > 0) & (live.to(t.device) if t.shape == live.shape else True)).any()
+    if (
+        not temperature > 0
+        if t is None
+        else values and bool((~(t > 0) & (live if t.shape == live.shape else True)).any())
     ):
         raise ValueError("temperature must be positive: at 0 a policy has no log-probs")
     ids, head = (given.get(key) for key in _TOPK)

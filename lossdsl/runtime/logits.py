@@ -21,19 +21,18 @@ class _FromRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, logits: Tensor, rows: _Rows, gradients: dict[str, Tensor], centre: Tensor | None
+        ctx: Any, loss: Tensor, logits: Tensor, rows: _Rows, names: tuple[str, ...], *tensors: Tensor
     ) -> Tensor:
-        given = rows.tensors | rows.weights(gradients, centre)
-        ctx.rows, ctx.names = rows, tuple(given)
-        ctx.save_for_backward(*given.values())
-        rows.tensors = {}
+        ctx.rows, ctx.names = rows, names
+        ctx.save_for_backward(*tensors)
         return loss.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        given = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-        return None, ctx.rows.backward(given | {"upstream": upstream[0]}), None, None, None
+        tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        written = ctx.rows.backward(tensors | {"upstream": upstream[0]})
+        return None, written, None, None, *(None for _ in tensors)
 
 
 class _Rows:
@@ -67,7 +66,12 @@ class _Rows:
             "live": per_token(given["mask"]),
             "tokens": torch.where(per_token(given["mask"]), per_token(tokens), 0).long(),
         }
-        t = torch.as_tensor(temperature, dtype=self.dtype, device=logits.device)
+        t = (
+            temperature
+            if isinstance(temperature, Tensor)
+            else torch.full((), temperature, dtype=self.dtype, device=logits.device)
+        )
+        t = t.to(logits.device, self.dtype)
         self.tensors["inverse_t"] = torch.where(self.tensors["live"], 1 / per_token(t), 0.0) if t.dim() else 1 / t
         read = {a for part in ("distribution", "d_distribution", "centre") for a in loss._arguments[part]}
         for policy in ("mu", "prox", "ref"):
@@ -100,7 +104,7 @@ class _Rows:
     def _run(self, function: Callable[..., Any], rows: dict[str, Tensor]) -> Any:
         params = self.loss._tensors_on(rows["logits"].device, self.dtype)
         with torch.no_grad():
-            return self.loss._compile(function.__name__, function)(rows, params)
+            return self.loss._compile((function, rows["logits"].dtype), function)(rows, params)
 
     def forward(self) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """log pi of the sampled tokens, the sums over the vocabulary and the centring term, in the tokens' shape."""
@@ -115,10 +119,17 @@ class _Rows:
         found = {name: torch.cat([zero, *x]).reshape(self.shape[:-1]) for name, x in parts.items()}
         return found.pop("logp"), {k: found[k] for k in self.loss.SUMS}, found.get("centre", zero.sum())
 
-    def weights(self, gradients: Mapping[str, Tensor], centre: Tensor | None) -> dict[str, Tensor]:
-        """What backward multiplies by, one value per row: d loss / d log pi, d loss / d each sum, and the centring weight."""
+    def saved(
+        self, gradients: Mapping[str, Tensor], centre: Tensor | None
+    ) -> tuple[tuple[str, ...], tuple[Tensor, ...]]:
+        """(names, tensors) that backward needs: the rows, and d loss / d log pi, d loss / d each sum and the centring weight.
+
+        From here on they are autograd's: nothing else holds the logits.
+        """
         found = {f"d:{k}": g for k, g in gradients.items()} | ({} if centre is None else {"centre": centre})
-        return {k: x.expand(self.shape[:-1]).reshape(-1, 1)[self.skip :].to(self.dtype) for k, x in found.items()}
+        weights = {k: x.expand(self.shape[:-1]).reshape(-1, 1)[self.skip :].to(self.dtype) for k, x in found.items()}
+        given, self.tensors = self.tensors | weights, {}
+        return tuple(given), tuple(given.values())
 
     def backward(self, tensors: dict[str, Tensor]) -> Tensor:
         """d loss / d logits, in their dtype."""

@@ -236,7 +236,8 @@ class PolicyLoss(torch.nn.Module):
         if centre is not None:
             loss = loss + (centre * centre_value).sum()
         if logits.requires_grad and torch.is_grad_enabled():
-            loss = _FromRows.apply(loss, logits, rows, gradients, centre)  # type: ignore[no-untyped-call]
+            names, tensors = rows.saved(gradients, centre)
+            loss = _FromRows.apply(loss, logits, rows, names, *tensors)  # type: ignore[no-untyped-call]
         return Output(loss, metrics)
 
     # --- the data side -----------------------------------------------------------------------------------------------------
@@ -368,7 +369,7 @@ class PolicyLoss(torch.nn.Module):
             _check_ids(given, logp)
         params = self._tensors_on(logp.device, dtype)
         known = _before(type(self), options[3], dtype, tensors, params)
-        kernel = self._compile(options, lambda cls, *args: _compute(cls, options, *args))
+        kernel = self._compile((*options, logp.dtype), lambda cls, *args: _compute(cls, options, *args))
         with torch.no_grad():  # one program, whatever the caller's mode
             loss, gradients, keys, sums, ns, centre = kernel(logp.detach(), tensors, known, params)
         if checking and not math.isfinite(loss.item()):
@@ -383,8 +384,10 @@ class PolicyLoss(torch.nn.Module):
         def kernel(*args: Any) -> Any:
             return function(cls, *args)
 
-        if not self.compiled:
+        if not self.compiled or torch.compiler.is_compiling():  # the caller compiles it with its own program
             return kernel
         if key not in cls._compiled:
-            cls._compiled[key] = torch.compile(kernel, fullgraph=True, dynamic=True)
+            # torch.compile counts recompilations, and gives up at eight, per code object: each program gets its own.
+            own = type(kernel)(kernel.__code__.replace(), globals(), "kernel", None, kernel.__closure__)  # type: ignore[misc]
+            cls._compiled[key] = torch.compile(own, fullgraph=True, dynamic=True)
         return cls._compiled[key]
