@@ -98,9 +98,14 @@ def _const(node: Node) -> Fraction | None:
     return node.attr if isinstance(node.attr, Fraction) and node.op == "const" else None
 
 
+def _small(value: Fraction) -> bool:
+    """Whether a folded number is one that a float can hold; others stay operations."""
+    return max(value.numerator.bit_length(), value.denominator.bit_length()) < 900
+
+
 def add(a: Node, b: Node) -> Node:
     x, y = _const(a), _const(b)
-    if x is not None and y is not None:
+    if x is not None and y is not None and _small(x + y):
         return const(x + y)
     if b.op == "neg":
         return sub(a, b.args[0])
@@ -109,7 +114,7 @@ def add(a: Node, b: Node) -> Node:
 
 def sub(a: Node, b: Node) -> Node:
     x, y = _const(a), _const(b)
-    if x is not None and y is not None:
+    if x is not None and y is not None and _small(x - y):
         return const(x - y)
     if a is b:
         return ZERO
@@ -127,7 +132,7 @@ def neg(a: Node) -> Node:
 
 def mul(a: Node, b: Node) -> Node:
     x, y = _const(a), _const(b)
-    if x is not None and y is not None:
+    if x is not None and y is not None and _small(x * y):
         return const(x * y)
     if a is ZERO or b is ZERO:
         return ZERO
@@ -155,7 +160,7 @@ def div(a: Node, b: Node) -> Node:
         return exp(sub(a.args[0], b.args[0]))
     if y == 0 or a is ZERO:
         return ZERO
-    if x is not None and y is not None:
+    if x is not None and y is not None and _small(x / y):
         return const(x / y)
     return a if b is ONE else _apply("div", a, b)
 
@@ -167,7 +172,9 @@ def power(a: Node, b: Node) -> Node:
     if b is ZERO:
         return ONE
     if x is not None and y is not None and y.denominator == 1 and abs(y) <= 16 and (x != 0 or y > 0):
-        return const(x ** int(y))
+        folded = x ** int(y)
+        if _small(folded):
+            return const(folded)
     return _apply("pow", a, b)
 
 

@@ -22,6 +22,10 @@ class _TooDeep(Exception):
     pass
 
 
+class _OutOfRange(Exception):
+    pass
+
+
 class _Build(Transformer[Token, ast.Expr]):
     """Builds the tree while the parser runs (no recursion), and refuses one that is too deep for a person."""
 
@@ -41,6 +45,9 @@ class _Build(Transformer[Token, ast.Expr]):
 
     def number(self, items: list[Token]) -> ast.Expr:
         (token,) = items
+        size = float(token)
+        if size > 1e300 or (size < 1e-300 and re.search("[1-9]", re.split("[eE]", token)[0])):
+            raise _OutOfRange(_start(token), _end(token))
         return self._made(ast.Number(_start(token), _end(token), Fraction(str(token)), str(token)))
 
     def name(self, items: list[Token]) -> ast.Expr:
@@ -162,17 +169,16 @@ def parse_expression(text: Text) -> ast.Expr:
     _BUILD.depth, _BUILD._alive = {}, []
     try:
         tree = _parser().parse(value)
-    except (_TooDeep, VisitError) as error:
-        if isinstance(error, VisitError) and not isinstance(error.orig_exc, _TooDeep):
+    except (_TooDeep, _OutOfRange, VisitError) as error:
+        cause = error.orig_exc if isinstance(error, VisitError) else error
+        if isinstance(cause, _OutOfRange):
+            start, end = cause.args
+            message = "this number is too large or too small for a float"
+            raise _error("E0306", text, start, end, message, "write one between 1e-300 and 1e300") from None
+        if not isinstance(cause, _TooDeep):
             raise
-        raise _error(
-            "E0305",
-            text,
-            0,
-            1,
-            f"this expression nests more than {MAX_DEPTH} levels deep",
-            "name its parts under `where:`",
-        ) from None
+        message = f"this expression nests more than {MAX_DEPTH} levels deep"
+        raise _error("E0305", text, 0, 1, message, "name its parts under `where:`") from None
     except UnexpectedInput as error:
         raise _syntax_error(text, error) from None
     finally:

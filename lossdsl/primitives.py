@@ -67,10 +67,17 @@ def _exp(x: float) -> float:
 
 def _power(a: Range, b: Range) -> Range:
     if b[0] == b[1] and a[0] >= 0 and b[0] >= 0:
-        return a[0] ** b[0], math.inf if math.isinf(a[1]) else a[1] ** b[0]
+        return _float_power(a[0], b[0]), _float_power(a[1], b[0])
     if b[0] == b[1] and b[0] % 2 == 0:
         return 0.0, math.inf
     return (0.0, math.inf) if a[0] >= 0 else (-math.inf, math.inf)
+
+
+def _float_power(x: float, y: float) -> float:
+    try:
+        return float(x**y)
+    except OverflowError:
+        return math.inf
 
 
 def _abs(a: Range) -> Range:

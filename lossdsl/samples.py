@@ -21,15 +21,24 @@ def sample_batches(method: Method, count: int, seed: int = 0) -> Iterator[Batch]
 
 
 def sample_batch(
-    method: Method, rng: np.random.Generator, spread: float = 0.5, groups: int = 3, size: int = 3, longest: int = 6
+    method: Method,
+    rng: np.random.Generator,
+    spread: float = 0.5,
+    groups: int = 3,
+    size: int = 3,
+    longest: int = 6,
+    still: bool = True,
 ) -> Batch:
-    """One batch: `groups` prompts of `size` answers of 0 to `longest` tokens, all four policies, a small vocabulary."""
+    """One batch: `groups` prompts of `size` answers of 0 to `longest` tokens, all four policies, a small vocabulary.
+
+    With `still` some answers have the same distribution under all policies: every ratio of theirs is exactly 1.
+    """
     n_seqs = groups * size
     lengths = rng.integers(0, longest + 1, n_seqs)
     seq = np.repeat(np.arange(n_seqs), lengths)
     n = len(seq)
     base = rng.normal(size=(n, VOCAB))
-    drift = spread * rng.choice([0.0, 0.3, 1.0, 2.0], size=n_seqs)[seq][:, None]
+    drift = spread * rng.choice([0.0 if still else 0.5, 0.3, 1.0, 2.0], size=n_seqs)[seq][:, None]
     logits = {policy: base + drift * rng.normal(size=(n, VOCAB)) for policy in ir.POLICIES}
     logp_v = {policy: z - np.log(np.exp(z).sum(-1, keepdims=True)) for policy, z in logits.items()}
     tokens = rng.integers(0, VOCAB, n)

@@ -7,11 +7,22 @@ from collections.abc import MutableMapping
 from . import ir
 from .axes import Axis
 from .ir import Node
+from .primitives import interval
 
 
 def erase(node: Node) -> Node | None:
     """After differentiation a stop-gradient is its value."""
     return node.args[0] if node.op == "sg" else None
+
+
+def decide(node: Node) -> Node | None:
+    """A comparison of numbers is true or false."""
+    if node.op not in ("lt", "le", "eq") or any(leaf.op != "const" for leaf in ir.leaves(node)):
+        return None
+    (a, low), (b, high) = (interval(arg) for arg in node.args)
+    if a != low or b != high:
+        return None
+    return ir.TRUE if (a < b if node.op == "lt" else a <= b if node.op == "le" else a == b) else ir.FALSE
 
 
 def is_indicator(node: Node) -> bool:
@@ -24,6 +35,8 @@ def select(node: Node) -> Node | None:
         for one, other in (node.args, node.args[::-1]):
             if is_indicator(one):
                 return ir.where(one.args[0], other, ir.ZERO)
+            if one.op == "where" and one.args[1] is ir.ZERO and one.args[2] is ir.ONE:
+                return ir.where(one.args[0], ir.ZERO, other)
     if node.op == "add" and all(a.op == "where" and a.args[2] is ir.ZERO for a in node.args):
         (c, x, _), (d, y, _) = (a.args for a in node.args)
         if c is d:
@@ -50,7 +63,7 @@ def log_bound(node: Node) -> Node:
 
 
 # Applied in this order, each bottom-up over the whole graph.
-REWRITES = (erase, select, compare_logs)
+REWRITES = (erase, decide, select, compare_logs)
 
 
 def simplify(

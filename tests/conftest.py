@@ -5,12 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # for helpers.py
 
 settings.register_profile("default", deadline=None, derandomize=True, print_blob=False)
-settings.load_profile("default")
+# HYPOTHESIS_PROFILE=quick shows a failing example at once instead of shrinking it.
+settings.register_profile("quick", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 @pytest.fixture(autouse=True, scope="session")

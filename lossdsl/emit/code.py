@@ -99,12 +99,14 @@ class Code:
         known = self.names.get(id(node)) or self.arguments.get(id(node))
         if known is not None:
             return known
-        if not node.args and node.op != "logratio":
+        if _number(node) is not None or (not node.args and node.op != "logratio"):
             return self.ref(node)
         return self._name(node, name)
 
     def tensor(self, node: Node) -> str:
         """The value as a tensor of the full shape, also where it is a plain number."""
+        if node.is_bool and node.axis is Axis.CONSTANT:
+            return f"{self.ref(node, UNARY)} & torch.ones_like({self.like}, dtype=torch.bool)"
         if _number(node) is not None or node.axis is Axis.CONSTANT:
             text = self.ref(node, PRODUCT)
             return f"torch.ones_like({self.like})" if node is ir.ONE else f"{text} * torch.ones_like({self.like})"
@@ -196,12 +198,13 @@ class Code:
 
     def _where(self, node: Node) -> str:
         cond, then, other = node.args
+        if (then, other) == (ir.ONE, ir.ZERO):
+            return f"{self.ref(cond, ATOM)}.to({self.like}.dtype)"
+        if (then, other) == (ir.ZERO, ir.ONE):
+            return f"{self.ref(ir.logical_not(cond), ATOM)}.to({self.like}.dtype)"
         parts = [self.ref(then), "0.0" if other is ir.ZERO else self.ref(other)]
-        if all(x in (ir.ZERO, ir.ONE) for x in (then, other)):
-            parts = ["1.0" if x is ir.ONE else "0.0" for x in (then, other)]
-        elif all(_number(x) is not None for x in (then, other)):
-            like = f"torch.ones_like({self.like})"
-            parts[0] = f"{parts[0]} * {like}"
+        if all(_number(x) is not None for x in (then, other)):
+            parts[0] = f"{parts[0]} * torch.ones_like({self.like})"
         return f"torch.where({self.ref(cond)}, {', '.join(parts)})"
 
     def _bound(self, node: Node) -> str:

@@ -204,7 +204,7 @@ class Emitter:
         sums = self.schedule.vocabulary_sums
         insides = simplify(tuple(n.args[0] for n in sums), self.hints, self.origin)
         arguments = self._arguments(insides, columns=True)
-        code = Code(arguments, {}, "log_pi", self._line)
+        code = Code(arguments, {}, _columns(arguments), self._line)
         code.count(*insides)
         entries = []
         for n, inside in zip(sums, insides, strict=True):
@@ -225,7 +225,7 @@ class Emitter:
         terms = [t for t in self.method.gradient.sums if id(t.node) in self.sum_names]
         slopes = simplify(tuple(t.slope for t in terms), self.hints, self.origin)
         arguments = self._arguments(slopes, columns=True)
-        code = Code(arguments, {}, "log_pi", self._line)
+        code = Code(arguments, {}, _columns(arguments), self._line)
         code.count(*slopes)
         parts = [
             f'grads["{self.sum_names[id(t.node)]}"] * {code.ref(s, 5)}' for t, s in zip(terms, slopes, strict=True)
@@ -244,7 +244,7 @@ class Emitter:
         assert self.schedule.centre is not None
         (slope,) = simplify((self.schedule.centre.slope,), self.hints, self.origin)
         arguments = self._arguments((slope,), columns=True)
-        code = Code(arguments, {}, "log_pi", self._line)
+        code = Code(arguments, {}, _columns(arguments), self._line)
         code.count(slope)
         text = code.ref(slope)
         doc = '    """mu(v) * W_v for each column v: the weight of its score in the centring term."""'
@@ -325,6 +325,11 @@ class Emitter:
     def _line(self, node: Node) -> str:
         origin = self.origin.get(id(node))
         return f"{origin[0]}, line {origin[1]}" if origin else ""
+
+
+def _columns(arguments: dict[int, str]) -> str:
+    """An argument that has the columns' full shape."""
+    return next((name for name in arguments.values() if name.startswith("log_")), "log_pi")
 
 
 def _item(node: Node) -> str:
