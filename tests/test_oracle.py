@@ -342,3 +342,15 @@ def test_per_token_advantages_of_a_value_model_reach_the_gradient(case: dict[str
     assert (-logp.grad[0]).tolist() == pytest.approx(
         [a * m for a, m in zip(case["expect"], case["mask"], strict=True)], abs=1e-12
     )
+
+
+@pytest.mark.parametrize(("name", "edge"), [("grpo", "cap_eps_0.2"), ("dapo", "cap_eps_high_0.28")])
+def test_a_rare_token_may_only_grow_to_the_printed_probability(name: str, edge: str) -> None:
+    """The review's example: a token of probability 0.01 stops being pushed up beyond 0.012, or 0.0128 with the higher clip."""
+    rare = ORACLE["methods"]["dapo"]["seed_rare_token"]
+    for factor, kept in ((0.999, True), (1.001, False)):
+        logp = torch.tensor([[np.log(rare[edge] * factor)]], dtype=torch.float64, requires_grad=True)
+        prox = torch.tensor([[np.log(rare["p_old"])]], dtype=torch.float64)
+        instance(name)(logp, mask=torch.ones(1, 1), advantages=torch.ones(1), prox_logp=prox).loss.backward()
+        assert logp.grad is not None
+        assert bool(logp.grad.item()) is kept

@@ -1,0 +1,48 @@
+"""How long the command line takes beyond Python's own start: median of alternating runs, each in a fresh process."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+COMMANDS = {
+    "check grpo": ["check", "grpo"],
+    "check vaco (the slowest proof)": ["check", "vaco"],
+    "build trm_max": ["build", "trm_max"],
+    "show gspo": ["show", "gspo"],
+    "list": ["list"],
+}
+ROUNDS = 9
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+
+        def run(args: list[str]) -> float:
+            start = time.perf_counter()
+            subprocess.run([sys.executable, *args], check=True, stdout=subprocess.DEVNULL, cwd=folder)
+            return time.perf_counter() - start
+
+        jobs = {"python": ["-c", "pass"]} | {name: ["-m", "lossdsl", *args] for name, args in COMMANDS.items()}
+        times: dict[str, list[float]] = {name: [] for name in jobs}
+        for name, args in jobs.items():
+            run(args)
+        for number in range(ROUNDS):
+            for name in list(jobs)[:: 1 if number % 2 else -1]:
+                times[name].append(run(jobs[name]))
+    start = statistics.median(times.pop("python"))
+    print(
+        f"Python {platform.python_version()}, median of {ROUNDS} runs, less Python's own start of {start * 1e3:.0f} ms\n"
+    )
+    print("| command | ms |")
+    print("|---|---|")
+    for name, values in times.items():
+        print(f"| lossdsl {name} | {(statistics.median(values) - start) * 1e3:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
