@@ -29,7 +29,7 @@ def main() -> None:
 
         jobs = {"python": ["-c", "pass"]} | {name: ["-m", "lossdsl", *args] for name, args in COMMANDS.items()}
         times: dict[str, list[float]] = {name: [] for name in jobs}
-        for name, args in jobs.items():
+        for args in jobs.values():
             run(args)
         for number in range(ROUNDS):
             for name in list(jobs)[:: 1 if number % 2 else -1]:

@@ -31,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         run: Command = args.run
-        return run(args)
+        code = run(args)
+        sys.stdout.flush()  # a reader that left early is met here, not at exit
+        return code
     except lossdsl.SpecError as error:
         if args.traceback:
             raise

@@ -95,14 +95,19 @@ def _compute(
     read = [values["A" if k == "advantages" else k] for k in others]
     sound = _poison(list(logps.values()), read) if checking else 0.0
     loss = 0.0 - torch.where(live, w.value + sound, 0.0).sum()  # not -sum: nothing is 0, not -0
-    gradients = {"logp": torch.where(live, -w.coef, 0.0).to(logp.dtype)}
-    gradients |= {k: torch.where(live, -g, 0.0).to(tensors[k].dtype) for k, g in w.grads.items()}
+    kinds = {"logp": logp.dtype} | {k: tensors[k].dtype for k in w.grads}
+    gradients = {k: _selected(live, -g, kinds[k]) for k, g in ({"logp": w.coef} | w.grads).items()}
     centre = None if w.centre is None else torch.where(live, w.centre, 0.0)
     found = _metrics(ax, w, {_POLICY.get(k, "pi"): x for k, x in logps.items()}, values["A"], known) if metrics else {}
     keys = list(found)
     sums = torch.stack([s.to(dtype) for s, _ in found.values()]) if found else None
     ns = torch.stack([n.to(dtype) for _, n in found.values()]) if found else None
-    return loss, gradients, keys, sums, ns, centre
+    return loss, gradients, live, keys, sums, ns, centre
+
+
+def _selected(live: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient where it is live, 0 elsewhere; one number per answer stays so until it is asked for."""
+    return x if x.shape != live.shape else torch.where(live, x, 0.0).to(dtype)
 
 
 def _poison(logps: list[Tensor], others: list[Tensor]) -> Tensor:

@@ -22,18 +22,26 @@ from .metrics import Output, Prepared, Weights
 
 
 class _Known(torch.autograd.Function):
-    """A scalar whose gradient is known: backward only scales it by what comes from above."""
+    """A scalar whose gradient is known: backward only scales it by what comes from above.
+
+    A gradient that is the same for all tokens of an answer is kept as [B, 1] and spread to the live ones here.
+    """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, n: int, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors[n:])  # the first n are the inputs, the rest their gradients
+    def forward(ctx: Any, loss: Tensor, live: Tensor, n: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(live, *tensors[n:])  # the first n are the inputs, the rest their gradients
+        ctx.dtypes = [x.dtype for x in tensors[:n]]
         return loss.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        gradients = ctx.saved_tensors
-        return (None, None, *(upstream[0] * g for g in gradients), *(None for _ in gradients))
+        live, *gradients = ctx.saved_tensors
+        found = []
+        for g, dtype in zip(gradients, ctx.dtypes, strict=True):
+            scaled = (upstream[0] * g).to(dtype)
+            found.append(scaled if g.shape == live.shape else torch.where(live, scaled, 0.0))
+        return (None, None, None, *found, *(None for _ in gradients))
 
 
 class PolicyLoss(torch.nn.Module):
@@ -181,7 +189,7 @@ class PolicyLoss(torch.nn.Module):
                     f"{self.name} reads the whole next-token distribution ({', '.join([*wanted, 'logits'])}): call from_logits"
                 )
         given = _read_inputs(self, logp, "logp", mask, advantages, inputs)
-        loss, gradients, metrics, _ = self._evaluate(logp, given, counts)
+        loss, gradients, live, metrics, _ = self._evaluate(logp, given, counts)
         tracked = [
             (x, gradients[k])
             for k, x in (("logp", logp), ("entropy", given.get("entropy")))
@@ -189,7 +197,7 @@ class PolicyLoss(torch.nn.Module):
         ]
         if tracked and torch.is_grad_enabled():
             xs, gs = zip(*tracked, strict=True)
-            loss = _Known.apply(loss, len(xs), *xs, *gs)  # type: ignore[no-untyped-call]
+            loss = _Known.apply(loss, live, len(xs), *xs, *gs)  # type: ignore[no-untyped-call]
         return Output(loss, metrics)
 
     # --- from logits -------------------------------------------------------------------------------------------------------
@@ -232,11 +240,11 @@ class PolicyLoss(torch.nn.Module):
         _check_rows(given, logits, tokens, temperature, shift, self._checking(logits))
         rows = _Rows(self, logits, tokens, temperature, shift, given, max_chunk_bytes)
         logp, sums, centre_value = rows.forward()
-        loss, gradients, metrics, centre = self._evaluate(logp, given | sums, counts)
+        loss, gradients, live, metrics, centre = self._evaluate(logp, given | sums, counts)
         if centre is not None:
             loss = loss + (centre * centre_value).sum()
         if logits.requires_grad and torch.is_grad_enabled():
-            names, tensors = rows.saved(gradients, centre)
+            names, tensors = rows.saved({k: torch.where(live, g, 0.0) for k, g in gradients.items()}, centre)
             loss = _FromRows.apply(loss, logits, rows, names, *tensors)  # type: ignore[no-untyped-call]
         return Output(loss, metrics)
 
@@ -358,8 +366,8 @@ class PolicyLoss(torch.nn.Module):
 
     def _evaluate(
         self, logp: Tensor, given: Mapping[str, Tensor], counts: Mapping[str, Any] | None
-    ) -> tuple[Tensor, dict[str, Tensor], Any, Tensor | None]:
-        """(loss, d loss / d each of logp and the sums over the vocabulary, metrics, centring coefficient per token)."""
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor, Any, Tensor | None]:
+        """(loss, d loss / d each of logp and the vocabulary sums, where they hold, metrics, centring weight per token)."""
         checking = self._checking(logp)
         dtype = torch.float64 if logp.dtype is torch.float64 else torch.float32
         tensors = {k: v.detach() for k, v in given.items() if not k.endswith(("_logprobs", "topk_ids"))}
@@ -371,11 +379,11 @@ class PolicyLoss(torch.nn.Module):
         known = _before(type(self), options[3], dtype, tensors, params)
         kernel = self._compile((*options, logp.dtype), lambda cls, *args: _compute(cls, options, *args))
         with torch.no_grad():  # one program, whatever the caller's mode
-            loss, gradients, keys, sums, ns, centre = kernel(logp.detach(), tensors, known, params)
+            loss, gradients, live, keys, sums, ns, centre = kernel(logp.detach(), tensors, known, params)
         if checking and not math.isfinite(loss.item()):
             _diagnose(logp, tensors, self.on_missing)
         metrics = dict(zip(keys, zip(sums.unbind(), ns.unbind(), strict=True), strict=True)) if keys else {}
-        return loss, gradients, metrics, centre
+        return loss, gradients, live, metrics, centre
 
     def _compile(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         """function(class, ...) for this class, compiled once per class and key unless `compile=False`."""
