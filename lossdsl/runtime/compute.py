@@ -96,7 +96,7 @@ def _compute(
     sound = _poison(list(logps.values()), read) if checking else 0.0
     loss = 0.0 - torch.where(live, w.value + sound, 0.0).sum()  # not -sum: nothing is 0, not -0
     kinds = {"logp": logp.dtype} | {k: tensors[k].dtype for k in w.grads}
-    gradients = {k: _selected(live, -g, kinds[k]) for k, g in ({"logp": w.coef} | w.grads).items()}
+    gradients = {k: _selected(live, ax.first, -g, kinds[k]) for k, g in ({"logp": w.coef} | w.grads).items()}
     centre = None if w.centre is None else torch.where(live, w.centre, 0.0)
     found = _metrics(ax, w, {_POLICY.get(k, "pi"): x for k, x in logps.items()}, values["A"], known) if metrics else {}
     keys = list(found)
@@ -105,9 +105,11 @@ def _compute(
     return loss, gradients, live, keys, sums, ns, centre
 
 
-def _selected(live: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient where it is live, 0 elsewhere; one number per answer stays so until it is asked for."""
-    return x if x.shape != live.shape else torch.where(live, x, 0.0).to(dtype)
+def _selected(live: Tensor, first: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient where it is live, 0 elsewhere; one number per answer, or for all, stays so until it is asked for."""
+    if x.shape == live.shape:
+        return torch.where(live, x, 0.0).to(dtype)
+    return torch.where(first, x, 0.0) if x.dim() else x
 
 
 def _poison(logps: list[Tensor], others: list[Tensor]) -> Tensor:

@@ -40,7 +40,7 @@ class _Known(torch.autograd.Function):
         found = []
         for g, dtype in zip(gradients, ctx.dtypes, strict=True):
             scaled = (upstream[0] * g).to(dtype)
-            found.append(scaled if g.shape == live.shape else torch.where(live, scaled, 0.0))
+            found.append(scaled if g.shape == live.shape else scaled * live)  # finite, so a product selects
         return (None, None, None, *found, *(None for _ in gradients))
 
 
