@@ -3,9 +3,9 @@
     import lossdsl
 
     lossdsl.builtins()                             # names of the built-in methods
-    method = lossdsl.load("grpo")                  # the checked method: .name .title .params .level ...
+    method = lossdsl.load("my_method.yaml")        # the checked method: .name .title .params .level ...
     text = lossdsl.build("my_method.yaml")         # the generated module's source
-    loss_fn = lossdsl.compile("grpo", eps=0.3)     # an instance of the generated torch.nn.Module
+    loss_fn = lossdsl.compile("my_method.yaml")    # an instance of the generated torch.nn.Module
 
 torch is imported only by `compile` and by the generated files themselves.
 """

@@ -276,7 +276,7 @@ def dump_ir(method: Method) -> str:
     return "\n\n".join(f"{key}:\n{ir.dump(node)}" for key, node in parts.items() if node is not None)
 
 
-def new(name: str, from_: str = "grpo") -> str:
+def new(name: str, from_: str) -> str:
     """The text of a new spec: a copy of a built-in under another name, its title and citation left to be written.
 
     Raises:

@@ -25,7 +25,7 @@ _EXPORTS = ("PolicyLoss", "Weights", "div", "exp", "log", "log_bound")
 
 
 def class_name(method: Method) -> str:
-    """The title's own capitals where it spells the name (icepop, IcePop -> IcePop), else TokenTis for token_tis."""
+    """The title's own capitals where it spells the name (MyLoss for myloss), else OtherLoss for other_loss."""
     spelt = "".join(c for c in method.title if c.isascii() and c.isalnum())
     if spelt.lower() == method.name.replace("_", "") and spelt[:1].isalpha():
         return spelt[0].upper() + spelt[1:]
