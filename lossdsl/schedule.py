@@ -179,7 +179,8 @@ class Schedule:
             if policy in pair and any(n.op == "logratio" and n.attr == r for n in self._leaves)
         ]
         if ratios:
-            return " and ".join(f"{r} = {ir.RATIOS[r][0]}/{ir.RATIOS[r][1]}" for r in ratios) + " is read"
+            listed = " and ".join(f"{r} = {ir.RATIOS[r][0]}/{ir.RATIOS[r][1]}" for r in ratios)
+            return f"{listed} {'is' if len(ratios) == 1 else 'are'} read"
         return "its probability is read"
 
     def dump(self) -> str:
