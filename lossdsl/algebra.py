@@ -284,7 +284,7 @@ class Algebra:
     # --- signs --------------------------------------------------------------------------------------------------------
 
     def truth(self, node: Node, facts: tuple[Fact, ...], memo: dict[int, Poly]) -> bool:
-        match node.op:
+        match "opaque" if node in self._opaque_nodes else node.op:
             case "true" | "false":
                 return node.op == "true"
             case "not":

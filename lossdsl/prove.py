@@ -18,7 +18,7 @@ from .autodiff import Gradient, differentiate
 from .axes import Axis
 from .errors import Diagnostic
 from .ir import Node
-from .method import Method, advantage_of, centre_weight
+from .method import Method, advantage_of, centre_weight, holds_ratio
 from .reference import Batch, per_token
 from .samples import sample_batches
 from .text import infix
@@ -51,10 +51,11 @@ def prove(method: Method) -> tuple[Method, tuple[Diagnostic, ...]]:
     objective = differentiate(((method.normaliser, method.objective),))
     claim = knobs_gradient(method)
     found: list[tuple[Fact, ...]] = []
-    # f and lambda stand on both sides: most methods agree whatever they are, which takes far fewer cells to see.
-    for opaque in ((method.f, method.normaliser), ()):
+    # What stands on both sides may be anything: most methods agree whatever f, lambda and the conditions that they
+    # share are, which takes far fewer cells to see.
+    for opaque in ((method.f or ir.ONE, method.normaliser), _shared(objective, claim), ()):
         try:
-            found = list(differences(method, objective, claim, tuple(x for x in opaque if x is not None)))
+            found = list(differences(method, objective, claim, opaque))
         except GiveUp:
             continue
         if not found:
@@ -72,6 +73,13 @@ def prove(method: Method) -> tuple[Method, tuple[Diagnostic, ...]]:
         severity="warning",
     )
     return replace(method, proof=points), (warning,)
+
+
+def _shared(one: Gradient, other: Gradient) -> tuple[Node, ...]:
+    """The bounded values and the compound conditions that both gradients contain."""
+    here = set(map(id, ir.topological(one.coef, per_entry(one))))
+    both = [n for n in ir.topological(other.coef, per_entry(other)) if id(n) in here]
+    return tuple(n for n in both if n.op in ("min", "max", "clip", "and", "or", "sqrt", "add") and holds_ratio(n))
 
 
 def knobs_gradient(method: Method) -> Gradient:
