@@ -45,6 +45,3 @@ REDUCERS = {
         Reducer("v", Axis.VOCAB, Axis.TOKEN, "the next-token distribution"),
     )
 }
-
-# The axes a declared input may have, by the name a spec uses.
-INPUT_AXES = {str(a): a for a in (Axis.BATCH, Axis.GROUP, Axis.SEQUENCE, Axis.SEGMENT, Axis.TOKEN)}

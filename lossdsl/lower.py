@@ -258,13 +258,7 @@ class Lowering:
 
     def _unknown(self, expr: ast.Expr, name: str, here: _Here) -> Node:
         if any(d.name == name for d in self.definitions):
-            return self._error(
-                "E0408",
-                here,
-                expr,
-                f"`{name}` is used before it is defined",
-                "entries of `where:` see the ones above them; none may refer to itself",
-            )
+            return self._too_early(expr, name, here)
         if name in ("T", "f", "W"):
             return self._error(
                 "E0408",
@@ -276,6 +270,15 @@ class Lowering:
         close = suggest(name, sorted(self._visible(here)))
         return self._error(
             "E0401", here, expr, f"unknown name `{name}`", close or "declare it under `params:`, `inputs:` or `where:`"
+        )
+
+    def _too_early(self, expr: ast.Expr, name: str, here: _Here) -> Node:
+        return self._error(
+            "E0408",
+            here,
+            expr,
+            f"`{name}` is used before it is defined",
+            "entries of `where:` see the ones above them; none may refer to itself",
         )
 
     def _visible(self, here: _Here) -> set[str]:
@@ -322,13 +325,7 @@ class Lowering:
     def _unknown_function(self, expr: ast.Call, here: _Here) -> Node:
         name = expr.func
         if any(d.name == name for d in self.definitions):
-            return self._error(
-                "E0408",
-                here,
-                expr,
-                f"`{name}` is used before it is defined",
-                "entries of `where:` see the ones above them; none may refer to itself",
-            )
+            return self._too_early(expr, name, here)
         if name in scope.REDUCTIONS:
             suffixes = scope.REDUCTIONS[name][2]
             return self._error(

@@ -98,10 +98,6 @@ class Method:
         terms = tuple(n for t in self.terms for n in (t.add, t.normaliser))
         return (*knobs, self.objective, self.normaliser, *terms, self.gradient.coef, *gradient)
 
-    @property
-    def data_side(self) -> tuple[Node, ...]:
-        return tuple(k for k in (self.reward, self.advantage, self.keep) if k is not None)
-
 
 def advantage_of(method: Method) -> Node:
     """The advantage leaf: per answer, or per token where the spec redeclares it so."""

@@ -251,12 +251,10 @@ def _syntax_error(text: Text, error: UnexpectedInput) -> SpecError:
     token = error.token
     start, end = _start(token), _end(token)
     before = value[:start].rstrip()
-    return _error(
-        "E0302", text, start, end, f"`{token}` does not belong here", _hint(str(token), before, value[end:].lstrip())
-    )
+    return _error("E0302", text, start, end, f"`{token}` does not belong here", _hint(str(token), before))
 
 
-def _hint(token: str, before: str, after: str) -> str:
+def _hint(token: str, before: str) -> str:
     last = before[-1:]
     if token in (")", "]"):
         return "no bracket is open here" if _unclosed(before) is None else "something is missing before it"
