@@ -316,6 +316,23 @@ class Algebra:
             primitive if self._content_sign(content, facts) > 0 else {m: -c for m, c in primitive.items()}, left, right
         )
 
+    def fact(self, left: Node, right: Node, sign: int) -> Fact | None:
+        """left - right has this sign, in the form in which facts are compared; None for what has no such form.
+
+        Raises:
+            Split: a side of it branches.
+        """
+        p = self.poly(ir.sub(left, right), ())
+        if not p:
+            return None
+        content, primitive, _ = self._primitive(p)
+        mixed = [a for a, _ in content if not self._atoms[a].positive]
+        if not mixed:
+            return Fact(_key(primitive), sign, left, right)
+        if len(mixed) == 1 and dict(content)[mixed[0]] == 1 and set(primitive) == {_ONE}:
+            return Fact(_key(_single(mixed[0])), sign if primitive[_ONE] > 0 else -sign, left, right)
+        return None
+
     def _content_sign(self, content: Monomial, facts: tuple[Fact, ...]) -> int:
         result = 1
         for atom, exponent in content:

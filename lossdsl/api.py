@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,8 @@ from .specdoc import SpecDoc, Text, read_source, read_spec
 
 if TYPE_CHECKING:
     import torch
+
+    from .diff.report import Diff
 
 Spec = str | Path
 
@@ -95,6 +97,16 @@ def load(spec: Spec, **params: float) -> Method:
 @cache
 def _builtin(name: str) -> Method:
     return method_of(read_spec(find(name)))[0]
+
+
+def params(spec: Spec) -> dict[str, float | None]:
+    """A spec's parameters and their defaults (None for a required one); nothing else of it is checked.
+
+    Raises:
+        SpecError: no such spec, or a structure that cannot be read.
+    """
+    doc = read_spec(find(spec))
+    return {p.name.value: None if p.default is None else p.default.value for p in doc.params}
 
 
 def check_text(text: str, name: str = "spec.yaml") -> tuple[Diagnostic, ...]:
@@ -330,6 +342,51 @@ def verify(path: Path | str, spec: Spec | None = None, **params: float) -> Verdi
         "stale",
         f"{path.name} is not what {name} gives today: the spec, a parameter or lossdsl has changed; build it again",
     )
+
+
+# --- two methods ------------------------------------------------------------------------------------------------------
+
+
+def compare(
+    a: Spec,
+    b: Spec,
+    *,
+    assume: Sequence[str] = (),
+    params_a: Mapping[str, float] | None = None,
+    params_b: Mapping[str, float] | None = None,
+) -> Diff:
+    """How the gradients of two methods differ: `lossdsl diff`.
+
+    Args:
+        assume: what may be taken for granted: `c = 1`, `on_policy`, `A > 0`, `r < 2`, ...
+        params_a, params_b: other values for the parameters of one side.
+
+    Raises:
+        SpecError: as `load`; E0605 for an assumption that makes no sense.
+    """
+    from .diff.report import compare
+
+    given = (params_a or {}, params_b or {})
+    methods = [_method(spec, params) for spec, params in zip((a, b), given, strict=True)]
+    labels = [
+        " ".join([m.name, *(f"{name}={value:g}" for name, value in params.items())])
+        for m, params in zip(methods, given, strict=True)
+    ]
+    return compare(methods[0], methods[1], assume, (labels[0], labels[1]))
+
+
+def _method(spec: Spec, params: Mapping[str, float]) -> Method:
+    """The checked method; the built-ins' proofs are this project's tests and are not run again."""
+    if isinstance(spec, str) and spec in builtins():
+        return lower_spec(with_params(read_spec(find(spec)), params))
+    return load(spec, **params)
+
+
+def diff_text(diff: Diff, colour: bool = False) -> str:
+    """A diff for the terminal: verdict, knobs, cases."""
+    from .diff.text import as_text
+
+    return as_text(diff, colour)
 
 
 def overview() -> tuple[tuple[str, tuple[Description, ...]], ...]:

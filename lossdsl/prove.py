@@ -82,16 +82,17 @@ def _shared(one: Gradient, other: Gradient) -> tuple[Node, ...]:
     return tuple(n for n in both if n.op in ("min", "max", "clip", "and", "or", "sqrt", "add") and holds_ratio(n))
 
 
-def knobs_gradient(method: Method) -> Gradient:
-    """What T, f and kappa claim the gradient of the main part is."""
+def knobs_gradient(method: Method, normaliser: Node | None = None) -> Gradient:
+    """What T, f and kappa claim the gradient of the main part is, with the method's normaliser or another."""
     assert method.W is not None
-    scale = ir.mul(method.normaliser, advantage_of(method))
+    normaliser = method.normaliser if normaliser is None else normaliser
+    scale = ir.mul(normaliser, advantage_of(method))
     coef = ir.mul(scale, method.W)
     if method.kappa is ir.ZERO:
         return Gradient(coef, ())
     centre = ir.reduce("sum", "v", ir.mul(ir.sg(centre_weight(method)), ir.logp("pi", Axis.VOCAB)))
     part = ir.mul(ir.neg(ir.mul(method.kappa, advantage_of(method))), centre)
-    return Gradient(coef, differentiate(((method.normaliser, part),)).sums)
+    return Gradient(coef, differentiate(((normaliser, part),)).sums)
 
 
 def per_entry(gradient: Gradient) -> Node:

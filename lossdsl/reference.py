@@ -118,9 +118,14 @@ class Batch:
 
 def evaluate(root: Node, batch: Batch, params: Mapping[str, float]) -> Array:
     """The value of a node: an array shaped by its axis (a 0-dim one for constants and batch values)."""
+    return evaluate_all((root,), batch, params)[id(root)]
+
+
+def evaluate_all(roots: tuple[Node, ...], batch: Batch, params: Mapping[str, float]) -> dict[int, Array]:
+    """The value of every node below the roots, by id."""
     known: dict[int, Array] = {}
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        for node in ir.topological(root):
+        for node in ir.topological(*roots):
             if not node.args:
                 known[id(node)] = _leaf(node, batch, params)
             elif node.op == "reduce":
@@ -128,7 +133,7 @@ def evaluate(root: Node, batch: Batch, params: Mapping[str, float]) -> Array:
             else:
                 args = [batch.spread(known[id(a)], a.axis, node.axis) for a in node.args]
                 known[id(node)] = PRIMITIVES[node.op].reference(*args)
-    return known[id(root)]
+    return known
 
 
 def per_token(root: Node, batch: Batch, params: Mapping[str, float]) -> Array:

@@ -25,6 +25,7 @@ __all__ = [
     "TermDoc",
     "Text",
     "json_schema",
+    "plain_text",
     "read_source",
     "read_spec",
 ]
@@ -32,6 +33,11 @@ __all__ = [
 LANGUAGE = 1  # the version of the language that this build reads
 
 Text = Scalar  # any text of a spec, with its place
+
+
+def plain_text(name: str, value: str) -> Text:
+    """Text that stands in no file; `name` is what diagnostics call its place."""
+    return Text(value, Span(Source(name, value), 0, len(value)), tuple(range(len(value) + 1)))
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,9 @@ class _Infix:
             return f"{leaf.attr}[v]" if leaf.axis is Axis.VOCAB else str(leaf.attr)
         if not node.args:
             return ir.leaf_text(node)
+        if node.op == "exp" and node.args[0].op == "sub" and all(a.op == "logp" for a in node.args[0].args):
+            above, below = (self.text(ir.exp(a), 4) for a in node.args[0].args)
+            return self._bracket(f"{above} / {below}", 5, outer)
         if node.op in ("lt", "le") and node.args[0].axis < node.args[1].axis:
             sign = ">" if node.op == "lt" else ">="
             return self._bracket(f"{self.text(node.args[1], 3)} {sign} {self.text(node.args[0], 3)}", 3, outer)

@@ -194,3 +194,47 @@ def test_the_module_runs_and_torch_stays_out() -> None:
 def test_a_pipe_that_closes_early_is_no_error() -> None:
     out = subprocess.run(f"{sys.executable} -m lossdsl list | head -n 1", shell=True, capture_output=True, text=True)
     assert "Traceback" not in out.stderr and "BrokenPipe" not in out.stderr
+
+
+# --- diff ---------------------------------------------------------------------------------------------------------------
+
+
+def test_diff_has_the_exit_codes_of_diff(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("diff", "grpo", "grpo") == 0
+    assert run("diff", "grpo", "dapo") == 1
+    assert run("diff", "grpo", "token_tis", "--assume", "c=1") == 0
+    Path("bad.yaml").write_text(SPEC.replace("1 + eps", "1 + epsi"))
+    capsys.readouterr()
+    for wrong in (["grpoo"], ["bad.yaml"], ["no.yaml"], ["dapo", "--assume", "c"], ["dapo", "--set", "a.epz=1"]):
+        assert run("diff", "grpo", *wrong) == 2
+        captured = capsys.readouterr()
+        assert captured.err and not captured.out and "Traceback" not in captured.err
+
+
+def test_diff_settings_go_to_their_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("diff", "grpo", "mine.yaml", "--set", "b.eps=0.3", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["a"]["params"]["eps"], found["b"]["params"]["eps"]) == (0.2, 0.3)
+    assert found["schema"] == "lossdsl.diff/1" and found["verdict"]["kind"] == "differ"
+    edges = {row["where"] for row in found["cases"] if not row["same"]}
+    assert edges == {"1.2 < r ≤ 1.3", "0.7 ≤ r < 0.8"}
+    assert run("diff", "grpo", "mine.yaml", "--set", "eps=0.3", "--json") == 1  # both sides have it
+    found = json.loads(capsys.readouterr().out)
+    assert found["a"]["params"]["eps"] == found["b"]["params"]["eps"] == 0.3
+    assert all(row["same"] for row in found["cases"])
+
+
+def test_diff_does_not_import_torch() -> None:
+    program = (
+        "import sys; from lossdsl.cli import main; main(['diff', 'grpo', 'dapo']); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_a_diff_is_the_same_bytes_in_two_processes() -> None:
+    program = "from lossdsl.cli import main; main(['diff', 'vaco', 'dppo_tv', '--json'])"
+    outs = [
+        subprocess.run([sys.executable, "-c", program], capture_output=True, env={"PYTHONHASHSEED": seed, "PATH": ""})
+        for seed in ("1", "2")
+    ]
+    assert outs[0].stdout == outs[1].stdout and outs[0].stdout
