@@ -211,7 +211,9 @@ def log_space(a: Node) -> Node | None:
 
 
 def unary(op: str, a: Node) -> Node:
-    """abs, sqrt, sigmoid or tanh."""
+    """abs, sqrt, sigmoid, tanh, or log_bound."""
+    if a is ZERO and op != "log_bound":
+        return const(Fraction(1, 2)) if op == "sigmoid" else ZERO
     return _apply(op, a)
 
 

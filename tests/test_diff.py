@@ -29,6 +29,7 @@ from lossdsl.diff.words import region_text
 from lossdsl.errors import SpecError
 from lossdsl.method import Method, advantage_of, lower_spec
 from lossdsl.reference import Batch, per_token
+from lossdsl.simplify import simplify
 from lossdsl.specdoc import read_spec
 
 METHODS = {name: lower_spec(read_spec(find(name))) for name in lossdsl.builtins()}
@@ -215,6 +216,27 @@ def test_a_missing_bound_is_visible() -> None:
     assert {region_text(c) for c in diff.cases if not c.same} == {"c < 0.5, r ≤ 1.2", "c < 0.5, r ≥ 0.8"}
 
 
+@pytest.mark.parametrize(
+    "objective",
+    [
+        "-max(-r * A, -clip(r, 0.8, 1.2) * A)",
+        "-max(-A * exp(log(pi) - log(prox)), -A * clip(exp(log(pi) - log(prox)), 0.8, 1.2))",
+        "r * A if (A > 0 and r <= 1.2) or (A < 0 and r >= 0.8) else (1.2 * A if A > 0 else 0.8 * A)",
+        "min(pi / prox, 1.2) * A if A > 0 else max(pi / prox, 0.8) * A",
+        "sg(r * 1[not (A > 0 and r > 1.2) and not (A < 0 and r < 0.8)]) * A * log(pi)",
+        "sg(r) * A * log(pi) * 1[log(r) <= log(1.2) if A > 0 else log(r) >= log(0.8)]",
+        "(A + abs(A)) / 2 * min(r, 1.2) - (abs(A) - A) / 2 * max(r, 0.8)",
+        "rho / c * A if r in [0.8, 1.2] else (r * A if (r - 1) * A < 0 else sg(r) * A)",
+    ],
+)
+def test_ways_to_write_the_clipped_surrogate_are_one(objective: str) -> None:
+    text = f"objective: {objective}\nnormaliser: 1 / len / n_seqs"
+    verdict = compare(
+        method("objective: min(r * A, clip(r, 0.8, 1.2) * A)\nnormaliser: 1 / (n_seqs * len)"), method(text)
+    ).verdict
+    assert verdict.equal and verdict.proved
+
+
 def test_spelling_is_no_difference() -> None:
     one = method("objective: sg(clip(r, 0.8, 1.2)) * A * log(pi)")
     other = method("params: {eps: 0.2}\nobjective: sg(min(max(r, 1 - eps), 1 + eps)) * A * log(pi)")
@@ -354,6 +376,25 @@ def test_a_random_weight_equals_itself_and_the_claims_about_its_double_hold(f: s
     else:  # only a weight of 0 equals its double
         batch = random_batch((diff.a, diff.b), 3)
         assert not per_token(diff.a.coef, batch, {"eps": 0.3}).any()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(expressions([*TOKEN, *SEQUENCE, *VOCAB]))
+def test_a_random_weight_equals_its_simplified_self(f: str) -> None:
+    """The rewrites of the emitter keep the meaning, so no diff may tell the two apart."""
+    try:
+        m = method(f"params:\n  eps: 0.3\nf: {f} + 0 * eps\n")
+    except SpecError:
+        return
+    assert m.W is not None
+    (simple,) = simplify((m.W,), {}, {})
+    assert compare(m, replace(m, W=simple)).equal
+
+
+def test_a_weight_that_depends_on_the_size_of_the_advantage_says_so() -> None:
+    diff = compare(method("f: tanh(A) * rho"), method("f: rho"))
+    assert diff.notes == ("the weight of probe (a) depends on the size of A; shown at |A| = 1",)
+    assert diff.verdict.kind == "differ"
 
 
 @settings(max_examples=40, deadline=None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ..method import Method
+from ..reference import Batch, per_token
 from .assume import assume
 from .cases import Case, cases, first_difference
 from .equality import Equality
@@ -15,7 +18,7 @@ from .naming import spell
 from .probes import edges, probes
 from .side import Side, sides
 from .verdict import Verdict, judge, would_be_equal
-from .words import region_text, weight_text
+from .words import number_text, region_text, weight_text
 
 SCHEMA = "lossdsl.diff/1"
 
@@ -29,6 +32,7 @@ class Diff:
         verdict: equal, equal up to a factor, equal but for the data side, or different, and in which parts.
         knobs: the knobs that differ, as resolved values.
         cases: both weights in every region that either tells apart, A > 0 first.
+        notes: what the numbers rest on: stand-ins for parameters without a default, the size of A.
     """
 
     a: Side
@@ -36,6 +40,7 @@ class Diff:
     verdict: Verdict
     knobs: tuple[Knob, ...]
     cases: tuple[Case, ...]
+    notes: tuple[str, ...]
 
     @property
     def equal(self) -> bool:
@@ -68,6 +73,7 @@ class Diff:
             },
             "knobs": [k.json() for k in self.knobs],
             "cases": [_case(c) for c in self.cases],
+            "notes": list(self.notes),
         }
 
 
@@ -111,4 +117,20 @@ def compare(a: Method, b: Method, assumptions: Sequence[str] = (), labels: tuple
     on_bounds = edges(pair) if verdict.kind == "bound" else None
     if on_bounds is not None:
         found += tuple(c for c in cases(pair, *on_bounds, equality) if not c.same)
-    return Diff(*pair, verdict, knobs(pair, batch, subjects, equality), found)
+    return Diff(*pair, verdict, knobs(pair, batch, subjects, equality), found, tuple(_notes(pair, batch)))
+
+
+def _notes(pair: tuple[Side, Side], batch: Batch) -> Iterator[str]:
+    for name, value in {**pair[1].values, **pair[0].values}.items():
+        yield f"{name} has no default: one free value for both sides, {number_text(value)} at sample points"
+    for side in pair:
+        one, two = (
+            per_token(
+                side.weighted,
+                replace(batch, values={**batch.values, "A": size * np.sign(batch.values["A"])}),
+                side.values,
+            )
+            for size in (1.0, 2.0)
+        )
+        if not np.allclose(2 * one, two, rtol=1e-9, atol=0):
+            yield f"the weight of {side.label} depends on the size of A; shown at |A| = 1"

@@ -7,6 +7,7 @@ data side. All are IR over the same leaves, so equal ones are often the same obj
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -20,7 +21,9 @@ from ..prove import knobs_gradient, per_entry
 from ..simplify import erase
 from .assume import Assumption
 
-FREE_VALUE = 0.3  # what stands for a parameter that has no default, where a number is needed
+# What stands for a parameter that has no default where a number is needed: the first inside its bounds. None is 0 or 1,
+# at which expressions fall together that are not the same.
+FREE_VALUES = (0.3, 1.7, 13.0)
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,9 @@ class Side:
         chosen = {}
         for p in self.method.params:
             if p.default is None:
-                low, high = p.min.value if p.min else None, p.max.value if p.max else None
-                inside = (low is None or low <= FREE_VALUE) and (high is None or high >= FREE_VALUE)
-                chosen[p.name.value] = FREE_VALUE if inside else low if low is not None else high or 0.0
+                low, high = p.min.value if p.min else -math.inf, p.max.value if p.max else math.inf
+                inside = [x for x in FREE_VALUES if low <= x <= high]
+                chosen[p.name.value] = inside[0] if inside else low if math.isfinite(low) else high
         return chosen
 
     @cached_property
@@ -70,7 +73,7 @@ class Side:
                 return ir.const(values[str(n.attr)])
             if n.op == "input" and n.attr == "A":
                 return self.A
-            return self.assumption.leaf(n)
+            return _without_logs(n) if n.is_bool else self.assumption.leaf(n)
 
         return ir.rewrite(ir.rewrite(node, erase), leaf)
 
@@ -164,6 +167,25 @@ class Side:
     def conditions(self) -> tuple[Node, ...]:
         """What is assumed besides merged policies."""
         return tuple(self._resolve(c) for c in self.assumption.conditions)
+
+
+def _without_logs(comparison: Node) -> Node | None:
+    """log x < log(1.2) -> x < 1.2, so that a bound is the same however it is written."""
+    if comparison.op not in ("lt", "le"):
+        return None
+    sides = [_exponential(side) for side in comparison.args]
+    if None in sides or all(side.op == "exp" for side in sides if side is not None):
+        return None
+    left, right = sides
+    assert left is not None and right is not None
+    return ir.compare("<" if comparison.op == "lt" else "<=", left, right)
+
+
+def _exponential(node: Node) -> Node | None:
+    """The x > 0 of which a node is the log, where it is plain to see."""
+    if node.op == "log" and isinstance(node.args[0].attr, Fraction) and node.args[0].attr > 0:
+        return node.args[0]
+    return ir.exp(node) if node.op in ("logratio", "logp", "sub", "reduce") else None
 
 
 def sides(a: Method, b: Method, assumption: Assumption, labels: tuple[str, str] | None = None) -> tuple[Side, Side]:

@@ -61,7 +61,7 @@ def as_text(diff: Diff, colour: bool = False) -> str:
         paint(f"{diff.a.label}  |  {diff.b.label}", "head"),
         paint(verdict_text(diff), "equal" if equal else "differ"),
     ]
-    lines += _free(diff)
+    lines += [f"note: {note}" for note in diff.notes]
     if diff.knobs:
         lines += ["", paint("Knobs that differ", "head")]
         rows = [(k.name, k.a, k.b) for k in diff.knobs]
@@ -69,15 +69,6 @@ def as_text(diff: Diff, colour: bool = False) -> str:
     if diff.cases and not equal:
         lines += ["", paint("Cases: the weight W of A · ∇log π(y)", "head"), *_cases(diff, paint), *_centring(diff)]
     return "\n".join(lines)
-
-
-def _free(diff: Diff) -> list[str]:
-    """What was taken for parameters that have no default."""
-    both = {**diff.b.values, **diff.a.values}
-    return [
-        f"{name} has no default: one free value for both sides, {number_text(value)} at sample points"
-        for name, value in both.items()
-    ]
 
 
 def _cases(diff: Diff, paint: Paint) -> list[str]:

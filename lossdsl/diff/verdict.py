@@ -7,7 +7,7 @@ verdict says how many points agreed and no more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,13 +16,14 @@ from .. import ir
 from ..axes import Axis
 from ..ir import Node
 from ..reference import Array, Batch, evaluate, per_token
-from ..samples import sample_batches
+from ..samples import sample_batch
 from .assume import Assumption
 from .equality import Equality
 from .probes import edges, probes
 from .side import Side
 
 RANDOM_BATCHES = 12
+SPREADS = (0.3, 1.5, 0.01)  # how far policies drift apart, in turn
 GAP = 1e-7  # relative to the larger of the two
 
 
@@ -97,7 +98,7 @@ def _differing(sides: tuple[Side, Side], batch: Batch, equality: Equality) -> It
         axis = max(left.axis, right.axis)
         if axis is not Axis.VOCAB:
             x, y = (per_token(n, batch, values) for n in (left, right))
-            if _apart(x, y).any():
+            if apart(x, y).any():
                 return True
         return not equality.equal((left, right))
 
@@ -131,22 +132,17 @@ def _factor(a: Side, b: Side, differing: tuple[str, ...], equality: Equality) ->
         if ratio.axis <= Axis.BATCH:
             return ratio
     if set(differing) == {"weight"} and a.entry is ir.ZERO and b.entry is ir.ZERO and not a.terms and not b.terms:
-        ratio = ir.div(_sizes(a), _sizes(b))
+        ratio = ir.div(_leading_number(a), _leading_number(b))
         if ratio.op == "const" and equality.equal((a.coef, ir.mul(ratio, b.coef))):
             return ratio
     return None
 
 
-def _sizes(side: Side) -> Node:
-    """The weight's leading number, 1 where it has none."""
+def _leading_number(side: Side) -> Node:
+    """The weight's constant factor, 1 where it has none."""
     weight = side.weight(1)
-    return (
-        weight.args[0]
-        if weight.op == "mul" and weight.args[0].op == "const"
-        else weight
-        if weight.op == "const"
-        else ir.ONE
-    )
+    first = weight.args[0] if weight.op == "mul" else weight
+    return first if first.op == "const" else ir.ONE
 
 
 # --- witnesses --------------------------------------------------------------------------------------------------------
@@ -184,22 +180,27 @@ def _batches(sides: tuple[Side, Side]) -> Iterator[Batch]:
         yield random_batch(sides, number)
 
 
-def random_batch(sides: tuple[Side, Side], number: int) -> Batch:
-    """Ragged answers in groups, every policy drifting, as the assumption has it."""
-    a, b = sides
-    (batch,) = list(sample_batches(a.method, 1, seed=number + 1))
-    (other,) = list(sample_batches(b.method, 1, seed=number + 1))
-    merged = a.assumption.merged
-    values = {**other.values, **batch.values}
+def random_batch(sides: Sequence[Side], number: int) -> Batch:
+    """Ragged answers in groups, every policy drifting, as the assumption has it; every side's declared inputs."""
+    spread = SPREADS[number % len(SPREADS)]
+    batches = [sample_batch(side.method, np.random.default_rng([number]), spread) for side in sides]
+    batch = batches[0]
+    values = {name: value for b in reversed(batches) for name, value in b.values.items()}
     A = np.asarray(values["A"])
-    if a.token_A and A.shape == (batch.n_seqs,):
+    if sides[0].token_A and A.shape == (batch.n_seqs,):
         values["A"] = A[batch.seq]
+    merged = sides[0].assumption.merged
     return replace(
         batch,
         logp={p: batch.logp[merged[p]] for p in ir.POLICIES},
         logp_v={p: batch.logp_v[merged[p]] for p in ir.POLICIES},
         values=values,
     )
+
+
+def apart(x: Array, y: Array) -> Array:
+    """Where two gradients differ by more than rounding."""
+    return np.asarray(np.abs(x - y) > GAP * np.maximum(np.abs(x), np.abs(y)))
 
 
 def compare(sides: tuple[Side, Side], batch: Batch) -> Witness | None:
@@ -210,7 +211,7 @@ def compare(sides: tuple[Side, Side], batch: Batch) -> Witness | None:
     for condition in a.conditions:
         allowed &= per_token(ir.where(condition, ir.ONE, ir.ZERO), batch, values) > 0
     one, other = (per_token(s.coef, batch, values) for s in sides)
-    wrong = _apart(one, other) & allowed
+    wrong = apart(one, other) & allowed
     if wrong.any():
         t = int(np.argmax(wrong))
         return Witness(describe_token(sides, batch, t), (float(one[t]), float(other[t])), batch, t)
@@ -220,16 +221,12 @@ def compare(sides: tuple[Side, Side], batch: Batch) -> Witness | None:
         np.broadcast_to(batch.spread(evaluate(s.whole_entry, batch, values), s.whole_entry.axis, Axis.VOCAB),
                         batch.logp_v["pi"].shape) for s in sides
     ]  # fmt: skip
-    apart = _apart(*grids) & allowed[:, None]
-    if not apart.any():
+    wrong_entries = apart(*grids) & allowed[:, None]
+    if not wrong_entries.any():
         return None
-    t, v = (int(i) for i in np.argwhere(apart)[0])
+    t, v = (int(i) for i in np.argwhere(wrong_entries)[0])
     at = describe_token(sides, batch, t)
     return Witness(at, (float(grids[0][t, v]), float(grids[1][t, v])), batch, t, v)
-
-
-def _apart(x: Array, y: Array) -> Array:
-    return np.asarray(np.abs(x - y) > GAP * np.maximum(np.abs(x), np.abs(y)))
 
 
 def describe_token(sides: tuple[Side, Side], batch: Batch, t: int) -> tuple[tuple[str, float], ...]:
