@@ -162,6 +162,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CONDITION",
         help='what may be taken for granted: "c = 1", on_policy, "A > 0", "r < 2"; may be repeated',
     )
+    p.add_argument("--data", metavar="FILE", help="rollouts to take both gradients on: .safetensors, .jsonl, .parquet")
+    p.add_argument(
+        "--columns",
+        action="append",
+        default=[],
+        metavar="NAME=COLUMN",
+        help="a column's name in the file, e.g. logp=policy_logprobs",
+    )
+    p.add_argument("--seed", type=int, default=0, help="of the synthetic batch that stands in for --data (default: 0)")
+    p.add_argument("--staleness", type=float, default=0.2, help="its standard deviation of log r (default: 0.2)")
+    p.add_argument("--mismatch", type=float, default=0.1, help="its standard deviation of log c (default: 0.1)")
     p.add_argument("--json", action="store_true", help="everything, as JSON")
 
     p = add("explain", _explain, "What a diagnostic code means, with a bad and a good spec.", "lossdsl explain E0405")
@@ -265,7 +276,16 @@ def _schema(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     values = _sides(args.set, (args.a, args.b))
-    diff = lossdsl.compare(args.a, args.b, assume=args.assume, params_a=values[0], params_b=values[1])
+    diff = lossdsl.compare(
+        args.a,
+        args.b,
+        assume=args.assume,
+        params_a=values[0],
+        params_b=values[1],
+        data=args.data,
+        columns=lossdsl.columns(args.columns),
+        synthetic={"seed": args.seed, "staleness": args.staleness, "mismatch": args.mismatch},
+    )
     if args.json:
         _print_json(diff.json())
     else:

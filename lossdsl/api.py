@@ -354,17 +354,25 @@ def compare(
     assume: Sequence[str] = (),
     params_a: Mapping[str, float] | None = None,
     params_b: Mapping[str, float] | None = None,
+    data: Path | str | None = None,
+    columns: Mapping[str, str] | None = None,
+    synthetic: Mapping[str, float] | None = None,
 ) -> Diff:
     """How the gradients of two methods differ: `lossdsl diff`.
 
     Args:
         assume: what may be taken for granted: `c = 1`, `on_policy`, `A > 0`, `r < 2`, ...
         params_a, params_b: other values for the parameters of one side.
+        data: rollouts on which both gradients are taken (safetensors, JSON Lines, parquet).
+        columns: our name -> the file's name of a column (see docs/diff.md for the names known).
+        synthetic: `seed`, `staleness` (standard deviation of log r), `mismatch` (of log c) of a made batch instead.
 
     Raises:
-        SpecError: as `load`; E0605 for an assumption that makes no sense.
+        SpecError: as `load`; E0604 for what is wrong with a file, E0605 for an assumption that makes no sense.
     """
     from .diff.report import compare
+    from .diff.rollouts import load_rollouts
+    from .diff.synthetic import synthetic_rollouts
 
     given = (params_a or {}, params_b or {})
     methods = [_method(spec, params) for spec, params in zip((a, b), given, strict=True)]
@@ -372,7 +380,25 @@ def compare(
         " ".join([m.name, *(f"{name}={value:g}" for name, value in params.items())])
         for m, params in zip(methods, given, strict=True)
     ]
-    return compare(methods[0], methods[1], assume, (labels[0], labels[1]))
+    rollouts = None
+    if data is not None:
+        rollouts = load_rollouts(data, columns)
+    elif synthetic is not None:
+        inputs = {i.name.value: i.axis.value for m in methods for i in m.doc.inputs if i.name.value != "A"}
+        made = {key: synthetic[key] for key in ("staleness", "mismatch") if key in synthetic}
+        rollouts = synthetic_rollouts(int(synthetic.get("seed", 0)), **made, inputs=inputs)
+    return compare(methods[0], methods[1], assume, (labels[0], labels[1]), rollouts)
+
+
+def columns(pairs: Sequence[str]) -> dict[str, str]:
+    """`logp=policy_logprobs,mask=loss_mask`, as it is written on the command line, as a mapping.
+
+    Raises:
+        SpecError: E0604 for something else.
+    """
+    from .diff.rollouts import columns_of
+
+    return columns_of(pairs)
 
 
 def _method(spec: Spec, params: Mapping[str, float]) -> Method:

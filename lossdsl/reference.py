@@ -209,18 +209,21 @@ def _statistic(kind: str, x: Array, ids: Array, n: int, extra: float) -> Array:
         return _by(ids, n, x.astype(np.float64)) > 0
     if kind == "sum":
         return _by(ids, n, x)
-    result = np.zeros(n)
-    for i in range(n):
-        mine = x[ids == i]
-        if mine.size == 0:
-            continue
-        if kind == "std":
-            spread = (mine - mine.mean()) if mine.min() != mine.max() else mine * 0
-            result[i] = np.sqrt((spread**2).sum() / (mine.size - extra)) if mine.size > extra else 0.0
-        elif kind == "quantile":
-            result[i] = np.quantile(mine, extra)
-        elif kind == "mean":
-            result[i] = mine.mean() if mine.min() != mine.max() else mine[0]
-        else:
-            result[i] = mine.max() if kind == "max" else mine.min()
-    return result
+    count = np.bincount(ids, minlength=n)
+    low, high = np.full(n, np.inf), np.full(n, -np.inf)
+    np.minimum.at(low, ids, x)
+    np.maximum.at(high, ids, x)
+    there = count > 0
+    if kind in ("max", "min"):
+        return np.where(there, high if kind == "max" else low, 0.0)
+    if kind == "quantile":
+        result = np.zeros(n)
+        for i, mine in enumerate(np.split(x[np.argsort(ids, kind="stable")], np.cumsum(count)[:-1])):
+            result[i] = np.quantile(mine, extra) if mine.size else 0.0
+        return result
+    flat = low == high  # equal values have exactly their value as mean, and no spread
+    mean = np.where(flat, low, np.where(there, _by(ids, n, x) / np.maximum(count, 1), 0.0))
+    if kind == "mean":
+        return np.where(there, mean, 0.0)
+    spread = _by(ids, n, np.where(flat[ids], 0.0, x - mean[ids]) ** 2)
+    return np.where(count > extra, np.sqrt(spread / np.where(count > extra, count - extra, 1.0)), 0.0)

@@ -14,8 +14,10 @@ from .assume import assume
 from .cases import Case, cases, first_difference
 from .equality import Equality
 from .knobs import Knob, knobs
+from .measure import Measured, measure
 from .naming import spell
 from .probes import edges, probes
+from .rollouts import Rollouts
 from .side import Side, sides
 from .verdict import Verdict, judge, would_be_equal
 from .words import number_text, region_text, weight_text
@@ -32,6 +34,7 @@ class Diff:
         verdict: equal, equal up to a factor, equal but for the data side, or different, and in which parts.
         knobs: the knobs that differ, as resolved values.
         cases: both weights in every region that either tells apart, A > 0 first.
+        measured: both gradients on rollouts, where some were given.
         notes: what the numbers rest on: stand-ins for parameters without a default, the size of A.
     """
 
@@ -41,6 +44,7 @@ class Diff:
     knobs: tuple[Knob, ...]
     cases: tuple[Case, ...]
     notes: tuple[str, ...]
+    measured: Measured | None = None
 
     @property
     def equal(self) -> bool:
@@ -74,6 +78,7 @@ class Diff:
             "knobs": [k.json() for k in self.knobs],
             "cases": [_case(c) for c in self.cases],
             "notes": list(self.notes),
+            "measured": None if self.measured is None else self.measured.json(),
         }
 
 
@@ -94,11 +99,18 @@ def _case(case: Case) -> dict[str, Any]:
     }
 
 
-def compare(a: Method, b: Method, assumptions: Sequence[str] = (), labels: tuple[str, str] | None = None) -> Diff:
+def compare(
+    a: Method,
+    b: Method,
+    assumptions: Sequence[str] = (),
+    labels: tuple[str, str] | None = None,
+    rollouts: Rollouts | None = None,
+) -> Diff:
     """Compare two methods, their parameters at their defaults.
 
     Args:
         labels: what the report calls the two.
+        rollouts: what both gradients are taken on, besides.
         assumptions: `c = 1`, `on_policy`, `A > 0`, `r < 2`, ...: what may be taken for granted.
 
     Raises:
@@ -117,7 +129,9 @@ def compare(a: Method, b: Method, assumptions: Sequence[str] = (), labels: tuple
     on_bounds = edges(pair) if verdict.kind == "bound" else None
     if on_bounds is not None:
         found += tuple(c for c in cases(pair, *on_bounds, equality) if not c.same)
-    return Diff(*pair, verdict, knobs(pair, batch, subjects, equality), found, tuple(_notes(pair, batch)))
+    differing = knobs(pair, batch, subjects, equality)
+    measured = None if rollouts is None else measure(pair, rollouts)
+    return Diff(*pair, verdict, differing, found, tuple(_notes(pair, batch)), measured)
 
 
 def _notes(pair: tuple[Side, Side], batch: Batch) -> Iterator[str]:

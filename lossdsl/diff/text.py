@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 
 from .. import ir
 from .knobs import normaliser_text
+from .measure import Measured
 from .naming import spell
 from .report import Diff
 from .words import number_text, region_text, sample_text, sign_text, weight_text
 
 WIDTH = 46  # a cell longer than this is folded
+SHOWN = 3  # tokens and answers of the measured part
 ROWS = 24  # cases beyond this are counted, not shown
 
 Paint = Callable[[str, str], str]
@@ -68,7 +70,31 @@ def as_text(diff: Diff, colour: bool = False) -> str:
         lines += table(("", diff.a.label, diff.b.label), rows, paint)
     if diff.cases and not equal:
         lines += ["", paint("Cases: the weight W of A · ∇log π(y)", "head"), *_cases(diff, paint), *_centring(diff)]
+    if diff.measured is not None:
+        lines += ["", paint(f"On rollouts ({diff.measured.source})", "head"), *_measured(diff, diff.measured, paint)]
     return "\n".join(lines)
+
+
+def _measured(diff: Diff, m: Measured, paint: Paint) -> list[str]:
+    a, b = diff.a.label, diff.b.label
+    lines = [f"note: {note}" for note in m.notes]
+    rows = [(s.name, f"{s.cosine:.4f}", number_text(s.norm_ratio)) for s in m.spaces]
+    if rows:
+        lines += table(("gradient of", "cosine", f"|{a}| / |{b}|"), rows, paint)
+    for s in m.silenced:
+        if s.only_a or s.only_b or s.both:
+            lines.append(
+                f"of {s.tokens} tokens with {sign_text(s.sign)}: {s.only_a:.1%} silenced by {a} alone, "
+                f"{s.only_b:.1%} by {b} alone, {s.both:.1%} by both"
+            )
+    shown = [(f"answer {w.answer}, token {w.token}", w) for w in m.tokens[:SHOWN]]
+    shown += [(f"answer {w.answer}", w) for w in m.answers[:SHOWN]]
+    if shown:
+        names = {"W_a": f"W {a}", "W_b": f"W {b}"}
+        values = [", ".join(f"{names.get(k, k)} = {number_text(v)}" for k, v in w.values.items()) for _, w in shown]
+        cells = [(name, f"{w.share:.1%}", v) for (name, w), v in zip(shown, values, strict=True)]
+        lines += ["", *table(("most of the difference", "share", ""), cells, paint)]
+    return lines
 
 
 def _cases(diff: Diff, paint: Paint) -> list[str]:
