@@ -17,7 +17,7 @@ from .method import Method, lower_spec, with_params
 from .parse import parse_expression
 from .prove import prove
 from .schedule import Schedule
-from .specdoc import SpecDoc, Text, read_source, read_spec
+from .specdoc import SpecDoc, read_source, read_spec, texts
 
 if TYPE_CHECKING:
     import torch
@@ -124,11 +124,14 @@ def check(spec: Spec) -> tuple[Diagnostic, ...]:
 
 
 def _diagnose(source: Source) -> tuple[Diagnostic, ...]:
+    from .lint import lint
+
     try:
         doc = read_spec(source)
-        found = method_of(doc)[1]
+        method, found = method_of(doc)
     except SpecError as error:
         return error.diagnostics
+    found += lint(method)
     return tuple(d for d in found if not _allowed(d, doc))
 
 
@@ -249,24 +252,8 @@ def show(spec: Spec, emit: str | None = None, latex: bool = False, **params: flo
     raise ValueError(f"unknown stage {emit!r}; one of {', '.join(STAGES)}")
 
 
-def _texts(doc: SpecDoc) -> list[tuple[str, Text]]:
-    keys = [(d.signature.value, d.body) for d in doc.where]
-    for key in ("T", "f", "kappa", "objective", "normaliser", "reward", "advantage", "keep"):
-        text = getattr(doc, key)
-        if text is not None:
-            keys.append((key, text))
-    for number, term in enumerate(doc.terms, 1):
-        name = term.name.value if term.name else f"term {number}"
-        keys += [
-            (f"{name}: {k}", t)
-            for k, t in (("add", term.add), ("mask", term.mask), ("normaliser", term.normaliser))
-            if t is not None
-        ]
-    return keys
-
-
 def dump_ast(doc: SpecDoc) -> str:
-    return "\n".join(f"{key} = {ast.dump(parse_expression(text))}" for key, text in _texts(doc))
+    return "\n".join(f"{key} = {ast.dump(parse_expression(text))}" for key, text in texts(doc))
 
 
 def dump_ir(method: Method) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "plain_text",
     "read_source",
     "read_spec",
+    "texts",
 ]
 
 LANGUAGE = 1  # the version of the language that this build reads
@@ -116,6 +117,23 @@ class SpecDoc:
     keep: Text | None
     terms: tuple[TermDoc, ...]
     allow: tuple[tuple[str, int], ...]  # (warning code, line) of each `# lossdsl: allow CODE`
+
+
+def texts(doc: SpecDoc) -> list[tuple[str, Text]]:
+    """Every expression of a spec with the key that it stands under."""
+    keys = [(d.signature.value, d.body) for d in doc.where]
+    for key in ("T", "f", "kappa", "objective", "normaliser", "reward", "advantage", "keep"):
+        text = getattr(doc, key)
+        if text is not None:
+            keys.append((key, text))
+    for number, term in enumerate(doc.terms, 1):
+        name = term.name.value if term.name else f"term {number}"
+        keys += [
+            (f"{name}: {k}", t)
+            for k, t in (("add", term.add), ("mask", term.mask), ("normaliser", term.normaliser))
+            if t is not None
+        ]
+    return keys
 
 
 # --- the structure, as pydantic sees it: also the JSON Schema that editors read ------------------------------------------

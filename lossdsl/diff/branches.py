@@ -37,7 +37,7 @@ class Branches:
 
     def __init__(self, weight: Node, batch: Batch, params: Mapping[str, float]) -> None:
         self.weight = weight
-        self.nodes = [n for n in _outside_reductions(weight) if n.op in BRANCHING]
+        self.nodes = [n for n in outside_reductions(weight) if n.op in BRANCHING]
         known = evaluate_all((weight,), batch, params)
         self.values = np.asarray(batch.spread(known[id(weight)], weight.axis, Axis.TOKEN), dtype=np.float64)
         self.pairs: list[tuple[Node, Node]] = []
@@ -47,7 +47,7 @@ class Branches:
                 self.pairs += [(a[0], a[1]), (a[0], a[2]), (a[1], a[2])]
             else:
                 self.pairs.append((a[0], ir.ZERO) if n.op == "abs" else (a[0], a[1]))
-        flags = [n for n in _outside_reductions(weight) if n.is_bool and n.op == "reduce"]
+        flags = [n for n in outside_reductions(weight) if n.is_bool and n.op == "reduce"]
         self.flags = {id(n): len(self.pairs) + i for i, n in enumerate(flags)}
         columns = []
         with np.errstate(invalid="ignore", over="ignore"):
@@ -83,7 +83,7 @@ class Branches:
         return self._known[key]
 
 
-def _outside_reductions(root: Node) -> list[Node]:
+def outside_reductions(root: Node) -> list[Node]:
     """The nodes that a token's weight branches on; what a reduction does inside is its own."""
     order: list[Node] = []
     seen: set[int] = set()

@@ -6,7 +6,7 @@ expressions are compared by algebra.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,14 +15,14 @@ from ..axes import Axis
 from ..ir import Node
 from ..lower import Lowering
 from ..primitives import depends_on_pi
-from ..reference import Array, Batch
 from ..scope import prelude
 from ..simplify import erase
 from ..specdoc import plain_text
-from .cases import Case, cases
+from .cases import Case
 from .equality import Equality
 from .naming import blank, spell
-from .regions import Interval
+from .properties import own_cases
+from .regions import widest
 from .side import Side
 from .verdict import same_data
 from .words import region_text, sign_text
@@ -42,7 +42,7 @@ class Knob:
         return {"name": self.name, "a": self.a, "b": self.b}
 
 
-def knobs(sides: tuple[Side, Side], batch: Batch, probes: Array, equality: Equality) -> tuple[Knob, ...]:
+def knobs(sides: tuple[Side, Side], equality: Equality) -> tuple[Knob, ...]:
     """All knobs that differ, in the order of the master equation."""
     a, b = sides
     found: list[Knob] = []
@@ -54,7 +54,7 @@ def knobs(sides: tuple[Side, Side], batch: Batch, probes: Array, equality: Equal
     def both(name: str, say: Callable[[Side], str], same: bool | None = None) -> None:
         compare(name, say(a), say(b), same)
 
-    own = [own_cases(s, batch, probes) for s in sides]
+    own = [own_cases(s) for s in sides]
     both("level", lambda s: s.method.level)
     both("ratios", ratios)
     for sign in (1, -1):
@@ -111,32 +111,15 @@ def _unpooled(side: Side) -> list[Node]:
 
 def _bounds(rows: list[Case]) -> str:
     """Where the weight does not simply count: `masked where r > 1.28; capped at 2 where c > 2`."""
-    limits = list(dict.fromkeys(_limit(_widest(row, rows)) for row in rows if row.actions[0] != "kept"))
+    limits = list(dict.fromkeys(_limit(row, rows) for row in rows if row.actions[0] != "kept"))
     return f"{len(limits)} regions, see the cases" if len(limits) > MANY else "; ".join(limits) or "none"
 
 
-def _widest(row: Case, rows: list[Case]) -> Case:
-    """The row without the intervals that it does not need: dropping them meets no row with another weight."""
-    others = [other for other in rows if other.weights != row.weights]
-    for quantity in row.where:
-        wider = {q: i for q, i in row.where.items() if q is not quantity}
-        if not any(_meet(wider, other.where) for other in others):
-            row = replace(row, where=wider)
-    return row
-
-
-def _meet(a: Mapping[Node, Interval], b: Mapping[Node, Interval]) -> bool:
-    return not any(q in b and a[q].meet(b[q]).is_empty for q in a)
-
-
-def _limit(row: Case) -> str:
+def _limit(row: Case, rows: list[Case]) -> str:
+    others = [other.where for other in rows if other.weights != row.weights]
     at = f" at {spell(row.weights[0], 40)}" if row.actions[0] in ("capped", "raised") else ""
-    return f"{row.actions[0]}{at} where {region_text(row) or 'always'}"
-
-
-def own_cases(side: Side, batch: Batch, probes: Array) -> tuple[Case, ...]:
-    """The regions of one weight alone."""
-    return cases((side, side), batch, probes, Equality((side, side)))
+    region = region_text(replace(row, where=widest(row.where, others)))
+    return f"{row.actions[0]}{at} where {region or 'always'}"
 
 
 def _asks_sign(rows: tuple[Case, ...]) -> bool:

@@ -53,13 +53,14 @@ def bounds(sides: Sequence[Side]) -> tuple[Bound, ...]:
             elif node.op == "clip":
                 pairs = [(node.args[0], node.args[1]), (node.args[0], node.args[2])]
             for tested, limit in pairs:
-                bound = _bound(tested, limit, side)
+                bound = bound_on(tested, limit, side)
                 if bound is not None:
                     found[bound] = None
     return tuple(sorted(found, key=lambda b: (b.above, b.below, b.pooled, b.log_value)))
 
 
-def _bound(tested: Node, limit: Node, side: Side) -> Bound | None:
+def bound_on(tested: Node, limit: Node, side: Side) -> Bound | None:
+    """The bound on a ratio that a comparison is, if it is one."""
     if not constant(limit):
         return None
     value = number(limit, side.values)
@@ -144,7 +145,7 @@ def probes(sides: Sequence[Side]) -> tuple[Batch, Array]:
             answers += _pooled_answers(points, ir.RATIOS[name], values(edges), found)
     rng = np.random.default_rng(0)
     answers += [[points[int(i)] for i in rng.integers(0, len(points), 3)] for _ in range(min(24, len(points)))]
-    return _batch(answers, sides, rng)
+    return batch_of(answers, sides, rng)
 
 
 def edges(sides: Sequence[Side]) -> tuple[Batch, Array] | None:
@@ -163,7 +164,7 @@ def edges(sides: Sequence[Side]) -> tuple[Batch, Array] | None:
             split = order.index(bound.above)  # all policies up to this one are above, the others below
             logs = [upper if i <= split else lower for i in range(3)]
             points.append([(logs[0], logs[1], logs[2], lower)])
-    return _batch(points, sides, np.random.default_rng(0)) if points else None
+    return batch_of(points, sides, np.random.default_rng(0)) if points else None
 
 
 def _exact(log_value: float) -> float | None:
@@ -253,7 +254,7 @@ def _pooled_answers(
     return answers
 
 
-def _batch(answers: list[list[Point]], sides: Sequence[Side], rng: np.random.Generator) -> tuple[Batch, Array]:
+def batch_of(answers: list[list[Point]], sides: Sequence[Side], rng: np.random.Generator) -> tuple[Batch, Array]:
     lengths = np.array([len(a) for a in answers])
     seq = np.repeat(np.arange(len(answers)), lengths)
     logs = np.array([p for a in answers for p in a])

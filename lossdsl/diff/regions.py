@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..ir import Node
+from ..primitives import interval
 from .branches import Decision
 from .probes import constant, number
 
@@ -84,9 +85,11 @@ def constraints(
             also.append(d)
             continue
         edge = number(d.limit, values)
+        if d.sign > 0 and interval(d.tested)[0] >= edge:
+            continue  # a ratio is above 0 everywhere
         end = (edge, d.limit, d.closed or d.sign == 0)
-        interval = Interval(end if d.sign >= 0 else None, end if d.sign <= 0 else None)
-        where[d.tested] = where.get(d.tested, Interval()).meet(interval)
+        here = Interval(end if d.sign >= 0 else None, end if d.sign <= 0 else None)
+        where[d.tested] = where.get(d.tested, Interval()).meet(here)
     return where, frozenset(also)
 
 
@@ -133,3 +136,17 @@ def _joined(a: Region, b: Region) -> dict[Node, Interval] | None:
 
 def on_a_bound(region: Region) -> bool:
     return any(i.is_point for i in region.where.values()) or any(d.sign == 0 for d in region.also)
+
+
+def widest(where: Mapping[Node, Interval], others: Sequence[Mapping[Node, Interval]]) -> dict[Node, Interval]:
+    """The region without the intervals it does not need: dropping them lets it meet none of the others."""
+    kept = dict(where)
+    for quantity in where:
+        wider = {q: i for q, i in kept.items() if q is not quantity}
+        if not any(_meet(wider, other) for other in others):
+            kept = wider
+    return kept
+
+
+def _meet(a: Mapping[Node, Interval], b: Mapping[Node, Interval]) -> bool:
+    return not any(q in b and a[q].meet(b[q]).is_empty for q in a)

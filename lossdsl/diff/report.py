@@ -17,6 +17,7 @@ from .knobs import Knob, knobs
 from .measure import Measured, measure
 from .naming import spell
 from .probes import edges, probes
+from .properties import Properties, properties
 from .rollouts import Rollouts
 from .side import Side, sides
 from .verdict import Verdict, judge, would_be_equal
@@ -35,6 +36,7 @@ class Diff:
         knobs: the knobs that differ, as resolved values.
         cases: both weights in every region that either tells apart, A > 0 first.
         measured: both gradients on rollouts, where some were given.
+        properties: of each side.
         notes: what the numbers rest on: stand-ins for parameters without a default, the size of A.
     """
 
@@ -43,6 +45,7 @@ class Diff:
     verdict: Verdict
     knobs: tuple[Knob, ...]
     cases: tuple[Case, ...]
+    properties: tuple[Properties, Properties]
     notes: tuple[str, ...]
     measured: Measured | None = None
 
@@ -77,6 +80,7 @@ class Diff:
             },
             "knobs": [k.json() for k in self.knobs],
             "cases": [_case(c) for c in self.cases],
+            "properties": [p.json() for p in self.properties],
             "notes": list(self.notes),
             "measured": None if self.measured is None else self.measured.json(),
         }
@@ -129,9 +133,10 @@ def compare(
     on_bounds = edges(pair) if verdict.kind == "bound" else None
     if on_bounds is not None:
         found += tuple(c for c in cases(pair, *on_bounds, equality) if not c.same)
-    differing = knobs(pair, batch, subjects, equality)
+    differing = knobs(pair, equality)
     measured = None if rollouts is None else measure(pair, rollouts)
-    return Diff(*pair, verdict, differing, found, tuple(_notes(pair, batch)), measured)
+    facts = properties(pair[0]), properties(pair[1])
+    return Diff(*pair, verdict, differing, found, facts, tuple(_notes(pair, batch)), measured)
 
 
 def _notes(pair: tuple[Side, Side], batch: Batch) -> Iterator[str]:

@@ -64,8 +64,8 @@ class Side:
             p.name.value: (p.min.value if p.min else None, p.max.value if p.max else None) for p in self.method.params
         }
 
-    def _resolve(self, node: Node) -> Node:
-        """The expression with parameters as exact numbers, policies merged as assumed, one kind of advantage."""
+    def resolve(self, node: Node) -> Node:
+        """An expression of the spec with parameters as exact numbers, policies merged as assumed, one kind of advantage."""
         values = {n: Fraction(repr(v)) for n, v in self.method.defaults.items() if v is not None}
 
         def leaf(n: Node) -> Node | None:
@@ -94,12 +94,12 @@ class Side:
     @cached_property
     def weighted(self) -> Node:
         """A * W: what multiplies lambda * s_y in the main part."""
-        return self._resolve(self._main.coef)
+        return self.resolve(self._main.coef)
 
     @cached_property
     def entry(self) -> Node:
         """What multiplies lambda * grad log pi(v) for every v of the vocabulary in the main part."""
-        return self._resolve(per_entry(self._main))
+        return self.resolve(per_entry(self._main))
 
     def weight(self, sign: int) -> Node:
         return self.weights[0] if sign > 0 else self.weights[1]
@@ -107,7 +107,7 @@ class Side:
     def _weight(self, sign: int) -> Node:
         """W for an advantage of this sign (+1 or -1); of size 1 where W depends on the size."""
         if self.method.W is not None:
-            return self.at(self._resolve(self.method.W), sign)
+            return self.at(self.resolve(self.method.W), sign)
         return self.at(self.weighted if sign > 0 else ir.neg(self.weighted), sign)
 
     @cached_property
@@ -121,16 +121,16 @@ class Side:
 
     @cached_property
     def kappa(self) -> Node:
-        return self._resolve(self.method.kappa)
+        return self.resolve(self.method.kappa)
 
     @cached_property
     def normaliser(self) -> Node:
-        return self._resolve(self.method.normaliser)
+        return self.resolve(self.method.normaliser)
 
     @cached_property
     def terms(self) -> dict[str, tuple[Node, Node]]:
         """name -> (normaliser, term)."""
-        return {t.name: (self._resolve(t.normaliser), self._resolve(t.add)) for t in self.method.terms}
+        return {t.name: (self.resolve(t.normaliser), self.resolve(t.add)) for t in self.method.terms}
 
     @cached_property
     def _terms(self) -> Gradient:
@@ -149,24 +149,24 @@ class Side:
     @cached_property
     def terms_coef(self) -> Node:
         """The further terms' part of `coef`."""
-        return self._resolve(self._terms.coef)
+        return self.resolve(self._terms.coef)
 
     @cached_property
     def terms_entry(self) -> Node:
         """The further terms' part of `whole_entry`."""
-        return self._resolve(per_entry(self._terms))
+        return self.resolve(per_entry(self._terms))
 
     @cached_property
     def data(self) -> dict[str, Node | None]:
         """The data side: advantage, reward, keep."""
         m = self.method
         found = {"advantage": m.advantage, "reward": m.reward, "keep": m.keep}
-        return {key: None if node is None else self._resolve(node) for key, node in found.items()}
+        return {key: None if node is None else self.resolve(node) for key, node in found.items()}
 
     @cached_property
     def conditions(self) -> tuple[Node, ...]:
         """What is assumed besides merged policies."""
-        return tuple(self._resolve(c) for c in self.assumption.conditions)
+        return tuple(self.resolve(c) for c in self.assumption.conditions)
 
 
 def _without_logs(comparison: Node) -> Node | None:

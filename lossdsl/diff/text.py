@@ -70,9 +70,24 @@ def as_text(diff: Diff, colour: bool = False) -> str:
         lines += table(("", diff.a.label, diff.b.label), rows, paint)
     if diff.cases and not equal:
         lines += ["", paint("Cases: the weight W of A · ∇log π(y)", "head"), *_cases(diff, paint), *_centring(diff)]
+    if not equal:
+        lines += ["", paint("Properties", "head"), *table(("", diff.a.label, diff.b.label), property_rows(diff), paint)]
     if diff.measured is not None:
         lines += ["", paint(f"On rollouts ({diff.measured.source})", "head"), *_measured(diff, diff.measured, paint)]
     return "\n".join(lines)
+
+
+def property_rows(diff: Diff) -> list[tuple[str, str, str]]:
+    """(name, of a, of b), the same or not."""
+    a, b = diff.properties
+    rows = [("trust region", a.trust_region, b.trust_region)]
+    rows.append(("weight unbounded", "; ".join(a.unbounded) or "nowhere", "; ".join(b.unbounded) or "nowhere"))
+    rows.append(("zero gradient", "; ".join(a.silent) or "nowhere", "; ".join(b.silent) or "nowhere"))
+    rows.append(("drift", a.drift, b.drift))
+    rows.append(("bias", a.bias, b.bias))
+    rows.append(("needs", ", ".join(a.needs) or "nothing", ", ".join(b.needs) or "nothing"))
+    rows.append(("passes over the logits", a.passes, b.passes))
+    return rows
 
 
 def _measured(diff: Diff, m: Measured, paint: Paint) -> list[str]:
