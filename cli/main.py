@@ -27,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.version:
+        print(f"lossdsl {lossdsl.__version__}")
+        return 0
     if args.command is None:
         parser.print_help()
         return 2
@@ -43,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(lossdsl.render(error.diagnostics, colour=_colour(sys.stderr)), file=sys.stderr)
         asked = all(d.code.startswith("E06") or d.code == "E0101" for d in error.diagnostics)
-        return 2 if asked or args.command == "diff" else 1
+        return 2 if asked or args.command in ("diff", "map") else 1
     except _Usage as error:
         print(f"lossdsl: {error}", file=sys.stderr)
         return 2
@@ -62,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         "exit codes: 0 all is well, 1 a spec has errors, a file is not current or two methods differ, 2 trouble with the request",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"lossdsl {lossdsl.__version__}")
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
     parser.add_argument(
         "--traceback", action="store_true", default=bool(os.environ.get("LOSSDSL_TRACEBACK")), help=argparse.SUPPRESS
     )
@@ -162,18 +165,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CONDITION",
         help='what may be taken for granted: "c = 1", on_policy, "A > 0", "r < 2"; may be repeated',
     )
-    p.add_argument("--data", metavar="FILE", help="rollouts to take both gradients on: .safetensors, .jsonl, .parquet")
-    p.add_argument(
-        "--columns",
-        action="append",
-        default=[],
-        metavar="NAME=COLUMN",
-        help="a column's name in the file, e.g. logp=policy_logprobs",
+    _data_options(p)
+    _look_options(p)
+
+    p = add(
+        "map",
+        _map,
+        "Many methods at once: which are equal, and how near the others' gradients point.",
+        'lossdsl map --assume "c = 1"',
     )
-    p.add_argument("--seed", type=int, default=0, help="of the synthetic batch that stands in for --data (default: 0)")
-    p.add_argument("--staleness", type=float, default=0.2, help="its standard deviation of log r (default: 0.2)")
-    p.add_argument("--mismatch", type=float, default=0.1, help="its standard deviation of log c (default: 0.1)")
-    p.add_argument("--json", action="store_true", help="everything, as JSON")
+    p.add_argument("specs", nargs="*", metavar="SPEC", help=f"{spec_help}; none for all built-ins")
+    p.add_argument("--assume", action="append", default=[], metavar="CONDITION", help="as for diff; may be repeated")
+    _data_options(p)
+    _look_options(p)
 
     p = add("explain", _explain, "What a diagnostic code means, with a bad and a good spec.", "lossdsl explain E0405")
     p.add_argument("code", metavar="CODE")
@@ -191,6 +195,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--json", action="store_true", help="the verdicts as JSON")
     return parser
+
+
+def _look_options(p: argparse.ArgumentParser) -> None:
+    """How to see it, besides the terminal."""
+    p.add_argument("--html", metavar="FILE", help="one page that opens offline, its curves or its table alive")
+    p.add_argument("--plot", metavar="FILE", help="a picture for a paper: .png, .svg or .pdf (needs matplotlib)")
+    p.add_argument("--json", action="store_true", help="everything, as JSON")
+
+
+def _data_options(p: argparse.ArgumentParser) -> None:
+    """Rollouts from a file, or what a synthetic batch is like."""
+    p.add_argument("--data", metavar="FILE", help="rollouts to take both gradients on: .safetensors, .jsonl, .parquet")
+    p.add_argument(
+        "--columns",
+        action="append",
+        default=[],
+        metavar="NAME=COLUMN",
+        help="a column's name in the file, e.g. logp=policy_logprobs",
+    )
+    p.add_argument("--seed", type=int, default=0, help="of the synthetic batch that stands in for --data (default: 0)")
+    p.add_argument("--staleness", type=float, default=0.2, help="its standard deviation of log r (default: 0.2)")
+    p.add_argument("--mismatch", type=float, default=0.1, help="its standard deviation of log c (default: 0.1)")
 
 
 # --- commands -----------------------------------------------------------------------------------------------------
@@ -284,13 +310,45 @@ def _diff(args: argparse.Namespace) -> int:
         params_b=values[1],
         data=args.data,
         columns=lossdsl.columns(args.columns),
-        synthetic={"seed": args.seed, "staleness": args.staleness, "mismatch": args.mismatch},
+        synthetic=_synthetic(args),
     )
+    _look(args, diff)
     if args.json:
         _print_json(diff.json())
     else:
         print(lossdsl.diff_text(diff, colour=_colour(sys.stdout)))
     return 0 if diff.equal else 1
+
+
+def _map(args: argparse.Namespace) -> int:
+    found = lossdsl.map_methods(
+        args.specs,
+        assume=args.assume,
+        data=args.data,
+        columns=lossdsl.columns(args.columns),
+        synthetic=_synthetic(args),
+    )
+    _look(args, found)
+    if args.json:
+        _print_json(found.json())
+    else:
+        print(lossdsl.map_text(found, colour=_colour(sys.stdout)))
+    return 0
+
+
+def _look(args: argparse.Namespace, found: Any) -> None:
+    """The page and the picture that were asked for."""
+    try:
+        if args.html:
+            Path(args.html).write_text(lossdsl.page(found), encoding="utf-8", newline="\n")
+        if args.plot:
+            lossdsl.plot(found, args.plot)
+    except OSError as error:
+        raise _Usage(f"cannot write {error.filename}: {(error.strerror or 'failed').lower()}") from None
+
+
+def _synthetic(args: argparse.Namespace) -> dict[str, float]:
+    return {"seed": args.seed, "staleness": args.staleness, "mismatch": args.mismatch}
 
 
 def _sides(pairs: list[str], specs: tuple[str, str]) -> tuple[dict[str, float], dict[str, float]]:

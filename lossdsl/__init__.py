@@ -12,8 +12,6 @@ torch is imported only by `compile` and by the generated files themselves.
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from .api import (
     Verdict,
     build,
@@ -27,10 +25,14 @@ from .api import (
     diff_text,
     groups,
     load,
+    map_methods,
+    map_text,
     module,
     new,
     overview,
+    page,
     params,
+    plot,
     show,
     verify,
 )
@@ -39,10 +41,18 @@ from .errors import Diagnostic, SpecError, explain, render
 from .method import Method
 from .specdoc import json_schema
 
-try:
-    __version__ = version("lossdsl")
-except PackageNotFoundError:  # a checkout that was never installed
-    __version__ = "0"
+
+def __getattr__(name: str) -> str:
+    """`__version__`, looked up when it is asked for: the look-up takes longer than most commands."""
+    if name != "__version__":
+        raise AttributeError(f"module 'lossdsl' has no attribute {name!r}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("lossdsl")
+    except PackageNotFoundError:  # a checkout that was never installed
+        return "0"
+
 
 __all__ = [
     "Description",
@@ -64,10 +74,14 @@ __all__ = [
     "groups",
     "json_schema",
     "load",
+    "map_methods",
+    "map_text",
     "module",
     "new",
     "overview",
+    "page",
     "params",
+    "plot",
     "render",
     "show",
     "verify",

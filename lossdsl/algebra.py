@@ -38,7 +38,7 @@ class GiveUp(Exception):
     """The expressions are too large for exact algebra."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fact:
     """The sign (-1, 0, 1) of left - right, whose polynomial is `poly`."""
 
@@ -65,6 +65,9 @@ class _Atom:
     node: Node | None  # what it stands for, where that is one node
 
 
+_Found = tuple[Poly, frozenset[Fact]]
+
+
 class Algebra:
     """The atoms of one proof.
 
@@ -78,6 +81,8 @@ class Algebra:
         self._atoms: list[_Atom] = []
         self._index: dict[Any, int] = {}
         self._signs: dict[object, int | None] = {}
+        self._found: dict[int, list[_Found]] = {}  # node -> its polynomials, each with the facts that it rests on
+        self._resting: list[set[Fact]] = []  # the facts that the nodes being expanded rest on, outermost first
 
     # --- atoms ----------------------------------------------------------------------------------------------------
 
@@ -187,18 +192,33 @@ class Algebra:
             Split: a comparison in it is not decided by the facts.
             GiveUp: the polynomial is too large.
         """
-        memo: dict[int, Poly] = {}
-        return self._poly(node, facts, memo)
+        return self._poly(node, facts, {})
 
-    def _poly(self, node: Node, facts: tuple[Fact, ...], memo: dict[int, Poly]) -> Poly:
+    def _poly(self, node: Node, facts: tuple[Fact, ...], memo: dict[int, _Found]) -> Poly:
         known = memo.get(id(node))
         if known is None:
-            known = memo[id(node)] = self._expand(node, facts, memo)
-            if len(known) > MAX_TERMS:
-                raise GiveUp
-        return known
+            known = memo[id(node)] = self._remembered(node, facts) or self._fresh(node, facts, memo)
+        if self._resting and known[1]:
+            self._resting[-1] |= known[1]
+        return known[0]
 
-    def _expand(self, node: Node, facts: tuple[Fact, ...], memo: dict[int, Poly]) -> Poly:
+    def _remembered(self, node: Node, facts: tuple[Fact, ...]) -> _Found | None:
+        """What was found in another cell still holds where the facts that it rests on hold."""
+        return next((found for found in self._found.get(id(node), ()) if found[1].issubset(facts)), None)
+
+    def _fresh(self, node: Node, facts: tuple[Fact, ...], memo: dict[int, _Found]) -> _Found:
+        self._resting.append(set())
+        try:
+            poly = self._expand(node, facts, memo)
+        finally:
+            resting = self._resting.pop()
+        if len(poly) > MAX_TERMS:
+            raise GiveUp
+        found = poly, frozenset(resting)
+        self._found.setdefault(id(node), []).append(found)
+        return found
+
+    def _expand(self, node: Node, facts: tuple[Fact, ...], memo: dict[int, _Found]) -> Poly:
         if node.args and node in self._opaque_nodes:
             return self._opaque(node)
         match node.op:
@@ -283,7 +303,7 @@ class Algebra:
 
     # --- signs --------------------------------------------------------------------------------------------------------
 
-    def truth(self, node: Node, facts: tuple[Fact, ...], memo: dict[int, Poly]) -> bool:
+    def truth(self, node: Node, facts: tuple[Fact, ...], memo: dict[int, _Found]) -> bool:
         match "opaque" if node in self._opaque_nodes else node.op:
             case "true" | "false":
                 return node.op == "true"
@@ -371,6 +391,8 @@ class Algebra:
         if asked not in self._signs:
             possible = [s for s in (1, 0, -1) if self.feasible((*facts, Fact(key, s, ir.ZERO, ir.ZERO)))]
             self._signs[asked] = possible[0] if len(possible) == 1 else None
+        if self._resting:
+            self._resting[-1].update(facts)
         return self._signs[asked]
 
     def feasible(self, facts: tuple[Fact, ...]) -> bool:

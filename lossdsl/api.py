@@ -22,7 +22,9 @@ from .specdoc import SpecDoc, read_source, read_spec, texts
 if TYPE_CHECKING:
     import torch
 
+    from .diff.map import Map
     from .diff.report import Diff
+    from .diff.rollouts import Rollouts
 
 Spec = str | Path
 
@@ -358,8 +360,6 @@ def compare(
         SpecError: as `load`; E0604 for what is wrong with a file, E0605 for an assumption that makes no sense.
     """
     from .diff.report import compare
-    from .diff.rollouts import load_rollouts
-    from .diff.synthetic import synthetic_rollouts
 
     given = (params_a or {}, params_b or {})
     methods = [_method(spec, params) for spec, params in zip((a, b), given, strict=True)]
@@ -367,14 +367,56 @@ def compare(
         " ".join([m.name, *(f"{name}={value:g}" for name, value in params.items())])
         for m, params in zip(methods, given, strict=True)
     ]
-    rollouts = None
-    if data is not None:
-        rollouts = load_rollouts(data, columns)
-    elif synthetic is not None:
-        inputs = {i.name.value: i.axis.value for m in methods for i in m.doc.inputs if i.name.value != "A"}
-        made = {key: synthetic[key] for key in ("staleness", "mismatch") if key in synthetic}
-        rollouts = synthetic_rollouts(int(synthetic.get("seed", 0)), **made, inputs=inputs)
+    rollouts = None if data is None and synthetic is None else _rollouts(methods, data, columns, synthetic or {})
     return compare(methods[0], methods[1], assume, (labels[0], labels[1]), rollouts)
+
+
+def _rollouts(
+    methods: Sequence[Method],
+    data: Path | str | None,
+    columns: Mapping[str, str] | None,
+    synthetic: Mapping[str, float],
+) -> Rollouts:
+    """Those of a file, else made ones with every input that a method declares."""
+    from .diff.rollouts import load_rollouts
+    from .diff.synthetic import synthetic_rollouts
+
+    if data is not None:
+        return load_rollouts(data, columns)
+    inputs = {i.name.value: i.axis.value for m in methods for i in m.doc.inputs if i.name.value != "A"}
+    made = {key: synthetic[key] for key in ("staleness", "mismatch") if key in synthetic}
+    return synthetic_rollouts(int(synthetic.get("seed", 0)), **made, inputs=inputs)
+
+
+def map_methods(
+    specs: Sequence[Spec] = (),
+    *,
+    assume: Sequence[str] = (),
+    data: Path | str | None = None,
+    columns: Mapping[str, str] | None = None,
+    synthetic: Mapping[str, float] | None = None,
+) -> Map:
+    """Many methods at once, pairwise: `lossdsl map`. Without specs, the built-ins under their headings.
+
+    Args:
+        assume, data, columns, synthetic: as for `compare`.
+
+    Raises:
+        SpecError: as `compare`.
+    """
+    from .diff.map import make_map
+
+    named = [("", tuple(specs))] if specs else list(groups())
+    made = [(heading, [_method(spec, {}) for spec in found]) for heading, found in named]
+    rollouts = _rollouts([m for _, ms in made for m in ms], data, columns, synthetic or {})
+    return make_map(made, assume, rollouts)
+
+
+def map_text(found: Map, colour: bool = False) -> str:
+    """A map for the terminal: classes, and cosines or nearest neighbours."""
+    from .diff.map_text import map_text
+
+    return map_text(found, colour)
 
 
 def columns(pairs: Sequence[str]) -> dict[str, str]:
@@ -400,6 +442,40 @@ def diff_text(diff: Diff, colour: bool = False) -> str:
     from .diff.text import as_text
 
     return as_text(diff, colour)
+
+
+def page(found: Diff | Map) -> str:
+    """A diff or a map as one HTML page that needs nothing else.
+
+    That of a diff has the report, its formulas typeset, and curves that follow the parameters; that of a map has the
+    classes, a heat map and a table that can be sorted.
+    """
+    from .diff.map import Map
+
+    if isinstance(found, Map):
+        from .diff.map_page import map_page
+
+        return map_page(found)
+    from .diff.page import page
+
+    return page(found)
+
+
+def plot(found: Diff | Map, path: Path | str) -> None:
+    """A diff or a map as a picture for a paper: .png, .svg or .pdf, the same bytes every time.
+
+    Raises:
+        SpecError: E0606, matplotlib is not installed (`pip install 'lossdsl[plot]'`), or another ending.
+    """
+    from .diff.map import Map
+
+    if isinstance(found, Map):
+        from .diff.map_plot import plot_map
+
+        return plot_map(found, path)
+    from .diff.plot import plot
+
+    return plot(found, path)
 
 
 def overview() -> tuple[tuple[str, tuple[Description, ...]], ...]:

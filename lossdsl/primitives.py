@@ -7,6 +7,7 @@ Adding an operation is one entry in PRIMITIVES (and a constructor in ir.py). For
                 is None where the operation is flat in that argument
     interval    the range of the result from the ranges of the arguments
     emit        the PyTorch text, from the arguments' texts; `level` is the precedence of that text
+    script      the JavaScript text, from the arguments' names
 
 All operations are total: on finite inputs no result is NaN (see docs/language.md, "Total semantics").
 """
@@ -40,6 +41,7 @@ class Primitive:
     partials: Partials
     interval: Callable[..., Range]
     emit: str  # {0}, {1}, ... are the arguments' texts
+    script: str
     level: int = ATOM  # precedence of the whole text
     inner: tuple[int, ...] = (OR, OR, OR)  # the loosest precedence each argument may have without brackets
 
@@ -149,6 +151,7 @@ PRIMITIVES: dict[str, Primitive] = {
         lambda n: (ir.ONE, ir.ONE),
         lambda a, b: (a[0] + b[0], a[1] + b[1]),
         "{0} + {1}",
+        "{0} + {1}",
         SUM,
         (SUM, PRODUCT),
     ),
@@ -156,6 +159,7 @@ PRIMITIVES: dict[str, Primitive] = {
         np.subtract,
         lambda n: (ir.ONE, ir.const(-1)),
         lambda a, b: (a[0] - b[1], a[1] - b[0]),
+        "{0} - {1}",
         "{0} - {1}",
         SUM,
         (SUM, PRODUCT),
@@ -165,6 +169,7 @@ PRIMITIVES: dict[str, Primitive] = {
         lambda n: (n.args[1], n.args[0]),
         _products,
         "{0} * {1}",
+        "{0} * {1}",
         PRODUCT,
         (PRODUCT, UNARY),
     ),
@@ -173,8 +178,9 @@ PRIMITIVES: dict[str, Primitive] = {
         lambda n: (ir.div(ir.ONE, n.args[1]), ir.neg(ir.div(n, n.args[1]))),
         _quotient,
         "div({0}, {1})",
+        "div({0}, {1})",
     ),
-    "neg": Primitive(np.negative, lambda n: (ir.const(-1),), lambda a: (-a[1], -a[0]), "-{0}", UNARY, (UNARY,)),
+    "neg": Primitive(np.negative, lambda n: (ir.const(-1),), lambda a: (-a[1], -a[0]), "-{0}", "-{0}", UNARY, (UNARY,)),
     "pow": Primitive(
         _pow,
         lambda n: (
@@ -183,6 +189,7 @@ PRIMITIVES: dict[str, Primitive] = {
         ),
         _power,
         "{0} ** {1}",
+        "pow({0}, {1})",
         POWER,
         (ATOM, UNARY),
     ),
@@ -191,11 +198,13 @@ PRIMITIVES: dict[str, Primitive] = {
         lambda n: (n,),
         lambda a: (_exp(a[0]), _exp(a[1])),
         "exp({0})",
+        "exp({0})",
     ),
     "log": Primitive(
         lambda a: np.log(np.maximum(a, LOG_FLOOR)),
         lambda n: (ir.div(ir.ONE, n.args[0]),),
         lambda a: (_log(a[0]), _log(a[1])),
+        "log({0})",
         "log({0})",
     ),
     # log(max(bound, 0)), -inf for a bound at or below 0: only ever compared with
@@ -204,6 +213,7 @@ PRIMITIVES: dict[str, Primitive] = {
         _flat,
         lambda a: (-math.inf if a[0] <= 0 else math.log(a[0]), -math.inf if a[1] <= 0 else math.log(a[1])),
         "log_bound({0})",
+        "Math.log(Math.max({0}, 0))",
     ),
     "abs": Primitive(
         np.abs,
@@ -216,56 +226,64 @@ PRIMITIVES: dict[str, Primitive] = {
         ),
         _abs,
         "torch.abs({0})",
+        "Math.abs({0})",
     ),
     "sqrt": Primitive(
         lambda a: np.sqrt(np.maximum(a, 0.0)),
         lambda n: (ir.div(ir.ONE, ir.mul(ir.const(2), n)),),
         lambda a: (math.sqrt(max(a[0], 0.0)), math.sqrt(max(a[1], 0.0))),
         "torch.sqrt(torch.clamp({0}, min=0.0))",
+        "Math.sqrt(Math.max({0}, 0))",
     ),
     "sigmoid": Primitive(
         lambda a: np.exp(-np.logaddexp(0.0, -a)),
         lambda n: (ir.mul(n, ir.sub(ir.ONE, n)),),
         lambda a: (_sigmoid(a[0]), _sigmoid(a[1])),
         "torch.sigmoid({0})",
+        "1 / (1 + Math.exp(-{0}))",
     ),
     "tanh": Primitive(
         np.tanh,
         lambda n: (ir.sub(ir.ONE, ir.mul(n, n)),),
         lambda a: (math.tanh(a[0]), math.tanh(a[1])),
         "torch.tanh({0})",
+        "Math.tanh({0})",
     ),
-    "sg": Primitive(lambda a: a, _flat, lambda a: a, "{0}"),
+    "sg": Primitive(lambda a: a, _flat, lambda a: a, "{0}", "{0}"),
     "min": Primitive(
         np.minimum,
         lambda n: _tie(n, ir.compare("<=", *n.args)),
         lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
         "minimum({0}, {1})",
+        "Math.min({0}, {1})",
     ),
     "max": Primitive(
         np.maximum,
         lambda n: _tie(n, ir.compare(">=", *n.args)),
         lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
         "maximum({0}, {1})",
+        "Math.max({0}, {1})",
     ),
     "clip": Primitive(
         lambda x, low, high: np.minimum(np.maximum(x, low), high),
         _clip_partials,
         lambda x, low, high: (min(max(x[0], low[0]), high[0]), min(max(x[1], low[1]), high[1])),
         "clip({0}, {1}, {2})",
+        "Math.min(Math.max({0}, {1}), {2})",
     ),
     "where": Primitive(
         np.where,
         lambda n: (None, ir.where(n.args[0], ir.ONE, ir.ZERO), ir.where(n.args[0], ir.ZERO, ir.ONE)),
         lambda c, a, b: (min(a[0], b[0]), max(a[1], b[1])),
         "torch.where({0}, {1}, {2})",
+        "{0} ? {1} : {2}",
     ),
-    "lt": Primitive(np.less, _flat, lambda a, b: _TRUTH, "{0} < {1}", COMPARE, (SUM, SUM)),
-    "le": Primitive(np.less_equal, _flat, lambda a, b: _TRUTH, "{0} <= {1}", COMPARE, (SUM, SUM)),
-    "eq": Primitive(np.equal, _flat, lambda a, b: _TRUTH, "{0} == {1}", COMPARE, (SUM, SUM)),
-    "and": Primitive(np.logical_and, _flat, lambda a, b: _TRUTH, "{0} & {1}", AND, (UNARY, UNARY)),
-    "or": Primitive(np.logical_or, _flat, lambda a, b: _TRUTH, "{0} | {1}", OR, (UNARY, UNARY)),
-    "not": Primitive(np.logical_not, _flat, lambda a: _TRUTH, "~{0}", UNARY, (UNARY,)),
+    "lt": Primitive(np.less, _flat, lambda a, b: _TRUTH, "{0} < {1}", "{0} < {1}", COMPARE, (SUM, SUM)),
+    "le": Primitive(np.less_equal, _flat, lambda a, b: _TRUTH, "{0} <= {1}", "{0} <= {1}", COMPARE, (SUM, SUM)),
+    "eq": Primitive(np.equal, _flat, lambda a, b: _TRUTH, "{0} == {1}", "{0} === {1}", COMPARE, (SUM, SUM)),
+    "and": Primitive(np.logical_and, _flat, lambda a, b: _TRUTH, "{0} & {1}", "{0} && {1}", AND, (UNARY, UNARY)),
+    "or": Primitive(np.logical_or, _flat, lambda a, b: _TRUTH, "{0} | {1}", "{0} || {1}", OR, (UNARY, UNARY)),
+    "not": Primitive(np.logical_not, _flat, lambda a: _TRUTH, "~{0}", "!{0}", UNARY, (UNARY,)),
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 
@@ -53,9 +53,10 @@ def prove(method: Method) -> tuple[Method, tuple[Diagnostic, ...]]:
     found: list[tuple[Fact, ...]] = []
     # What stands on both sides may be anything: most methods agree whatever f, lambda and the conditions that they
     # share are, which takes far fewer cells to see.
-    for opaque in ((method.f or ir.ONE, method.normaliser), _shared(objective, claim), ()):
+    for opaque in (_shared(objective, claim), (method.f or ir.ONE, method.normaliser), ()):
         try:
-            found = list(differences(method, objective, claim, opaque))
+            # with something taken as a whole one difference is enough to try again; the last try names the regions
+            found = list(islice(differences(method, objective, claim, opaque), 1 if opaque else None))
         except GiveUp:
             continue
         if not found:

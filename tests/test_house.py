@@ -33,7 +33,13 @@ def imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("library", "rooms"), [("lark", {"parse.py"}), ("yaml", {"yamlnodes.py"}), ("pydantic", {"specdoc.py"})]
+    ("library", "rooms"),
+    [
+        ("lark", {"parse.py"}),
+        ("yaml", {"yamlnodes.py"}),
+        ("pydantic", {"specdoc.py"}),
+        ("matplotlib", {"plot.py", "map_plot.py"}),
+    ],
 )
 def test_a_library_has_one_room(library: str, rooms: set[str]) -> None:
     assert {p.name for p in PACKAGE.rglob("*.py") if library in imports(p)} == rooms
@@ -55,7 +61,7 @@ def test_the_command_line_uses_only_the_public_api() -> None:
 FLOW = ["errors", "yamlnodes", "names", "specdoc", "axes", "ast", "parse", "ir", "scope", "primitives", "lower", "autodiff", "method",
         "reference", "samples", "algebra", "text", "prove", "simplify", "limits", "schedule", "describe", "mathtext", "emit", "loading", "diff", "lint", "api"]  # fmt: skip
 DIFF_FLOW = ["assume", "side", "probes", "naming", "branches", "regions", "equality", "cases", "verdict", "classes", "words", "properties", "knobs",
-             "rollouts", "synthetic", "measure", "report", "text"]  # fmt: skip
+             "rollouts", "synthetic", "measure", "map", "report", "text", "map_text", "view", "javascript", "mathml", "paper", "plot", "map_plot", "page", "map_page"]  # fmt: skip
 
 
 @pytest.mark.parametrize(("folder", "flow"), [(PACKAGE, FLOW), (PACKAGE / "diff", DIFF_FLOW)])
@@ -139,7 +145,13 @@ def test_the_readme_s_spec_is_what_it_says(tmp_path: Path) -> None:
     (spec,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
     path = tmp_path / "tapered.yaml"
     path.write_text(spec)
-    assert lossdsl.check(path) == ()
+    warned = lossdsl.check(path)
+    assert [d.code for d in warned] == ["W0702", "W0702"]
+    (quoted,) = re.findall(r"tapered.yaml(:9:4: warning.*?)\n```", text, re.S)
+    assert quoted in lossdsl.render(warned)
+    shown = lossdsl.diff_text(lossdsl.compare("token_tis", path))
+    for line in re.search(r"```\n(token_tis  \|.*?)```", text, re.S)[1].splitlines():
+        assert line in shown, line
     generated = lossdsl.build(path)
     (lines,) = re.findall(r"```python\n(log_r = .*?)```", text, re.S)
     for line in lines.splitlines():

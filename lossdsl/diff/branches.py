@@ -186,7 +186,7 @@ def decide(left: Node, right: Node, sign: int, closed: bool) -> Decision | None:
             left, right = left.args[0], ir.sub(right, left.args[1])
         elif left.op == "sub" and right is ir.ZERO:
             return decide(left.args[0], left.args[1], sign, closed)
-        elif _is_log(left):
+        elif is_log(left):
             left, right = ir.exp(left), ir.exp(right)  # people read ratios, not their logs
         else:
             return Decision(left, right, sign, closed)
@@ -195,10 +195,10 @@ def decide(left: Node, right: Node, sign: int, closed: bool) -> Decision | None:
     return Decision(left, right, sign, closed)
 
 
-def _is_log(node: Node) -> bool:
+def is_log(node: Node) -> bool:
     """A log of a ratio or of a product or mean of ratios."""
     if node.op in ("logratio", "logp"):
         return True
     if node.op == "reduce":
-        return node.attr in (("sum", "t"), ("mean", "t"), ("sum", "s"), ("mean", "s")) and _is_log(node.args[0])
-    return node.op in ("neg", "sub", "add") and all(_is_log(a) for a in node.args)
+        return node.attr in (("sum", "t"), ("mean", "t"), ("sum", "s"), ("mean", "s")) and is_log(node.args[0])
+    return node.op in ("neg", "sub", "add") and all(is_log(a) for a in node.args)

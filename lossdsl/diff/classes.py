@@ -14,7 +14,7 @@ from ..reference import Array, Batch, evaluate, per_token
 from .assume import Assumption
 from .equality import Equality
 from .side import Side
-from .verdict import apart, find_witness, random_batch
+from .verdict import apart, find_witness, on_a_bound, random_batch
 
 BATCHES = 4
 
@@ -55,7 +55,8 @@ def _same(a: Side, b: Side, numbers_a: Array, numbers_b: Array) -> bool | None:
     """None if numbers tell the two apart, else whether they are proved equal."""
     if apart(numbers_a, numbers_b).any() or find_witness((a, b))[1] is not None:
         return None
-    return Equality((a, b)).equal((a.coef, b.coef), (a.whole_entry, b.whole_entry))
+    proved = Equality((a, b)).equal((a.coef, b.coef), (a.whole_entry, b.whole_entry))
+    return None if not proved and on_a_bound((a, b)) is not None else proved
 
 
 def _print(side: Side, batch: Batch) -> Array:

@@ -267,7 +267,8 @@ def batch_of(answers: list[list[Point]], sides: Sequence[Side], rng: np.random.G
         # The sampled token is entry 0; what is left of the mass is spread over the others, alike for all policies.
         share = rng.dirichlet(np.ones(VOCAB - 1), size=len(seq))
         for policy, chance in logp.items():
-            rest = np.log(-np.expm1(chance))[:, None] + np.log(share)
+            with np.errstate(divide="ignore"):  # a token that is certain leaves nothing for the others
+                rest = np.log(-np.expm1(chance))[:, None] + np.log(share)
             logp_v[policy] = np.concatenate([chance[:, None], rest], axis=1)
     A = rng.choice([1.0, -1.0, 0.5, -2.0], size=len(seq) if sides[0].token_A else len(answers))
     inputs: dict[str, Array | float] = {"A": A}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ class Diff:
         verdict: equal, equal up to a factor, equal but for the data side, or different, and in which parts.
         knobs: the knobs that differ, as resolved values.
         cases: both weights in every region that either tells apart, A > 0 first.
-        measured: both gradients on rollouts, where some were given.
+        measured: both gradients on rollouts, where some were given; rollouts: these.
         properties: of each side.
         notes: what the numbers rest on: stand-ins for parameters without a default, the size of A.
     """
@@ -48,6 +48,7 @@ class Diff:
     properties: tuple[Properties, Properties]
     notes: tuple[str, ...]
     measured: Measured | None = None
+    rollouts: Rollouts | None = field(default=None, repr=False)
 
     @property
     def equal(self) -> bool:
@@ -136,7 +137,7 @@ def compare(
     differing = knobs(pair, equality)
     measured = None if rollouts is None else measure(pair, rollouts)
     facts = properties(pair[0]), properties(pair[1])
-    return Diff(*pair, verdict, differing, found, facts, tuple(_notes(pair, batch)), measured)
+    return Diff(*pair, verdict, differing, found, facts, tuple(_notes(pair, batch)), measured, rollouts)
 
 
 def _notes(pair: tuple[Side, Side], batch: Batch) -> Iterator[str]:

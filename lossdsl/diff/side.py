@@ -91,10 +91,15 @@ class Side:
             return differentiate(((ir.ONE, m.objective),))
         return knobs_gradient(m, normaliser=ir.ONE)
 
+    @property
+    def main(self) -> Node:
+        """A * W as the spec has it, parameters and all."""
+        return self._main.coef
+
     @cached_property
     def weighted(self) -> Node:
         """A * W: what multiplies lambda * s_y in the main part."""
-        return self.resolve(self._main.coef)
+        return self.resolve(self.main)
 
     @cached_property
     def entry(self) -> Node:

@@ -52,12 +52,14 @@ def verdict_text(diff: Diff) -> str:
     return f"differ{under} in {', '.join(v.differing)}{also}"
 
 
+def painter(colour: bool) -> Paint:
+    """What puts a style on text; nothing where colour is off."""
+    return lambda text, style: f"\x1b[{STYLES[style]}m{text}\x1b[0m" if colour else text
+
+
 def as_text(diff: Diff, colour: bool = False) -> str:
     """The whole report."""
-
-    def paint(text: str, style: str) -> str:
-        return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if colour else text
-
+    paint = painter(colour)
     equal = diff.verdict.kind == "equal"
     lines = [
         paint(f"{diff.a.label}  |  {diff.b.label}", "head"),
@@ -90,25 +92,34 @@ def property_rows(diff: Diff) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _measured(diff: Diff, m: Measured, paint: Paint) -> list[str]:
+def measured_rows(diff: Diff, m: Measured) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    """(header, rows) of each table of the measured part; empty tables are left out."""
     a, b = diff.a.label, diff.b.label
+    spaces = [(s.name, f"{s.cosine:.4f}", number_text(s.norm_ratio)) for s in m.spaces]
+    silenced = [
+        (sign_text(s.sign), str(s.tokens), *(f"{x:.1%}" for x in (s.only_a, s.only_b, s.both)))
+        for s in m.silenced
+        if s.only_a or s.only_b or s.both
+    ]
+    names = {"W_a": f"W {a}", "W_b": f"W {b}"}
+    found = [(f"answer {w.answer}, token {w.token}", w) for w in m.tokens[:SHOWN]]
+    found += [(f"answer {w.answer}", w) for w in m.answers[:SHOWN]]
+    most = [
+        (name, f"{w.share:.1%}", ", ".join(f"{names.get(k, k)} = {number_text(v)}" for k, v in w.values.items()))
+        for name, w in found
+    ]
+    tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = [
+        (("gradient of", "cosine", f"|{a}| / |{b}|"), [*spaces]),
+        (("silenced", "tokens", f"by {a} alone", f"by {b} alone", "by both"), [*silenced]),
+        (("most of the difference", "share", ""), [*most]),
+    ]
+    return [(header, rows) for header, rows in tables if rows]
+
+
+def _measured(diff: Diff, m: Measured, paint: Paint) -> list[str]:
     lines = [f"note: {note}" for note in m.notes]
-    rows = [(s.name, f"{s.cosine:.4f}", number_text(s.norm_ratio)) for s in m.spaces]
-    if rows:
-        lines += table(("gradient of", "cosine", f"|{a}| / |{b}|"), rows, paint)
-    for s in m.silenced:
-        if s.only_a or s.only_b or s.both:
-            lines.append(
-                f"of {s.tokens} tokens with {sign_text(s.sign)}: {s.only_a:.1%} silenced by {a} alone, "
-                f"{s.only_b:.1%} by {b} alone, {s.both:.1%} by both"
-            )
-    shown = [(f"answer {w.answer}, token {w.token}", w) for w in m.tokens[:SHOWN]]
-    shown += [(f"answer {w.answer}", w) for w in m.answers[:SHOWN]]
-    if shown:
-        names = {"W_a": f"W {a}", "W_b": f"W {b}"}
-        values = [", ".join(f"{names.get(k, k)} = {number_text(v)}" for k, v in w.values.items()) for _, w in shown]
-        cells = [(name, f"{w.share:.1%}", v) for (name, w), v in zip(shown, values, strict=True)]
-        lines += ["", *table(("most of the difference", "share", ""), cells, paint)]
+    for header, rows in measured_rows(diff, m):
+        lines += [*([""] if lines else []), *table(header, rows, paint)]
     return lines
 
 

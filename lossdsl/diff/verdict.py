@@ -78,7 +78,7 @@ def judge(sides: tuple[Side, Side]) -> Verdict:
     data = tuple(key for key in a.data if not same_data(a, b, key, equality))
     if witness is None:
         proved = equality.equal((a.coef, b.coef), (a.whole_entry, b.whole_entry))
-        witness = None if proved else _on_a_bound(sides)
+        witness = None if proved else on_a_bound(sides)
         if witness is None:
             return Verdict("data" if data else "equal", proved, points, data, None)
         return Verdict("bound", True, points, ("weight", *data), witness)
@@ -159,7 +159,7 @@ def find_witness(sides: tuple[Side, Side]) -> tuple[int, Witness | None]:
     return points, None
 
 
-def _on_a_bound(sides: tuple[Side, Side]) -> Witness | None:
+def on_a_bound(sides: tuple[Side, Side]) -> Witness | None:
     """A token exactly on a bound at which the gradients differ."""
     found = edges(sides)
     if found is None:

@@ -173,6 +173,12 @@ def _call(cls: Any, part: str, columns: Mapping[str, Any]) -> Any:
     return getattr(cls, part)(**{k: columns[k] for k in cls._arguments[part]})
 
 
+def _centre(cls: Any, columns: Mapping[str, Any]) -> Tensor:
+    """The weights of the centring term; a spec may make them one number."""
+    d = _call(cls, "centre", columns)
+    return d if isinstance(d, Tensor) else torch.zeros_like(columns["log_pi"]) + d
+
+
 def _head(d: Tensor, columns: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> Tensor:
     """Columns with a tail bucket -> the k ids: since sum_v pi(v) s_v = 0, the tail's share moves onto the head."""
     if "ids" not in rows:
@@ -193,7 +199,7 @@ def _rows_forward(cls: Any, rows: dict[str, Tensor], params: dict[str, Tensor]) 
     if cls.distribution is not None:
         found |= {k: x.to(dtype)[:, None] for k, x in _call(cls, "distribution", columns).items()}
     if cls.centre is not None:
-        d = _head(_call(cls, "centre", columns), columns, rows)
+        d = _head(_centre(cls, columns), columns, rows)
         found["centre"] = torch.where(live, (d * columns["log_pi"][:, : d.shape[1]]).sum(-1, keepdim=True), 0.0)
     return found
 
@@ -218,7 +224,7 @@ def _rows_backward(
         if sums:
             d = _call(cls, "d_distribution", columns | {"grads": sums})
         if "centre" in rows:
-            centred = rows["centre"] * _call(cls, "centre", columns)
+            centred = rows["centre"] * _centre(cls, columns)
             d = centred if d is None else d + centred
         assert d is not None
         d = _head(d, columns, rows)
