@@ -9,29 +9,26 @@ import torch
 from torch import Tensor
 
 from .inputs import _COUNTS, _POLICY
-from .layouts import Packed, Padded
+from .layouts import Packed, Padded, _kept
 from .metrics import Weights, _metrics
 
 # === body ===
 
 
-def _layout(tensors: dict[str, Tensor], packed: bool, dtype: torch.dtype, known: dict[str, Tensor] | None) -> Any:
+def _layout(tensors: dict[str, Tensor], packed: bool, dtype: torch.dtype) -> Any:
     mask, groups, segments = tensors["mask"], tensors.get("groups"), tensors.get("segment_ids")
+    if mask.dtype is torch.uint8:  # a bool seen as bytes: compiled for a CPU, loading bools is slower than the loss
+        mask = mask.to(torch.float32) != 0
     if packed:
-        return Packed(mask, tensors["seq_ids"], groups, segments, dtype, known)
-    return Padded(mask, groups, segments, dtype, known)
+        return Packed(mask, tensors["seq_ids"], groups, segments, dtype)
+    return Padded(mask, groups, segments, dtype)
 
 
 def _before(
-    cls: Any, packed: bool, dtype: torch.dtype, tensors: dict[str, Tensor], params: dict[str, Tensor]
+    cls: Any, ax: Any, packed: bool, dtype: torch.dtype, tensors: dict[str, Tensor], params: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What is known before any log-prob is read: lengths, counts (the global ones where given), lambda."""
-    ax = _layout(tensors, packed, dtype, None)
-    found = {"length": ax.length, "first": ax.first}
-    found |= {
-        "live_tokens": (ax.mask if packed else ax.length).sum().to(dtype),
-        "live_answers": ax.first.sum().to(dtype),
-    }
+    """What no log-prob is read for: lengths, counts (the global ones where given), lambda."""
+    found = {"length": ax.length}
     for name in _COUNTS:
         given = tensors.get(f"count:{name}")
         if name not in cls._arguments["weights"] and name not in cls._arguments["before"]:
@@ -39,7 +36,7 @@ def _before(
         if given is not None:
             found[name] = given.to(dtype)[:, None] if given.dim() == 1 and not packed else given.to(dtype)
         elif name == "n_tokens":
-            found[name] = found["live_tokens"]
+            found[name] = ax.total(torch.ones_like(ax.length), ax.mask)
         elif name == "n_seqs":
             found[name] = _answers(ax, tensors, packed).to(dtype)
         elif name == "group_size":
@@ -53,7 +50,7 @@ def _before(
         values: dict[str, Any] = {k: x[:, None] if x.dim() == 1 and not packed else x for k, x in inputs.items()}
         values |= {"ax": ax} | found | params
         found |= cls.before(**{k: values[k] for k in cls._arguments["before"]})
-    return found
+    return {name: _kept(x) for name, x in found.items()}
 
 
 def _answers(ax: Any, tensors: dict[str, Tensor], packed: bool) -> Tensor:
@@ -69,17 +66,17 @@ def _compute(
     options: tuple[bool, bool, str, bool],
     logp: Tensor,
     tensors: dict[str, Tensor],
-    known: dict[str, Tensor],
     params: dict[str, Tensor],
 ) -> Any:
-    """The loss, its gradient and the metrics, as one graph.
+    """The loss, its gradient and the metrics, as one graph: on a CPU one loop over rows.
 
     What stands in masked slots may be anything, NaN included: no gradient is taken through these lines, every
     reduction selects live items, and what leaves is selected by the mask.
     """
     metrics, checking, on_missing, packed = options
     dtype = torch.float64 if logp.dtype is torch.float64 else torch.float32
-    ax, mask = _layout(tensors, packed, dtype, known), tensors["mask"]
+    ax = _layout(tensors, packed, dtype)
+    mask = ax.mask
     logps = {"logp": logp.to(dtype)} | {k: tensors[k].to(dtype) for k in _POLICY if k in tensors}
     live = mask
     if on_missing != "error" and "mu_logp" in logps:
@@ -90,26 +87,19 @@ def _compute(
     others = {k: tensors[k].to(dtype) for k in plain if k in tensors}
     values: dict[str, Any] = {k: x[:, None] if x.dim() == 1 and not packed else x for k, x in others.items()}
     values["A"] = values.pop("advantages", None)
-    values |= {"ax": ax} | known | logps | params
+    values |= {"ax": ax} | _before(cls, ax, packed, dtype, tensors, params) | logps | params
     w: Weights = cls.weights(**{k: values[k] for k in cls._arguments["weights"]})
     read = [values["A" if k == "advantages" else k] for k in others]
     sound = _poison(list(logps.values()), read) if checking else 0.0
-    loss = 0.0 - torch.where(live, w.value + sound, 0.0).sum()  # not -sum: nothing is 0, not -0
+    loss = 0.0 - ax.total(w.value + sound, live)  # not -total: nothing is 0, not -0
     kinds = {"logp": logp.dtype} | {k: tensors[k].dtype for k in w.grads}
-    gradients = {k: _selected(live, ax.first, -g, kinds[k]) for k, g in ({"logp": w.coef} | w.grads).items()}
+    gradients = {k: torch.where(live, -g, 0.0).to(kinds[k]) for k, g in ({"logp": w.coef} | w.grads).items()}
     centre = None if w.centre is None else torch.where(live, w.centre, 0.0)
-    found = _metrics(ax, w, {_POLICY.get(k, "pi"): x for k, x in logps.items()}, values["A"], known) if metrics else {}
+    found = _metrics(ax, w, {_POLICY.get(k, "pi"): x for k, x in logps.items()}, values["A"]) if metrics else {}
     keys = list(found)
     sums = torch.stack([s.to(dtype) for s, _ in found.values()]) if found else None
     ns = torch.stack([n.to(dtype) for _, n in found.values()]) if found else None
-    return loss, gradients, live, keys, sums, ns, centre
-
-
-def _selected(live: Tensor, first: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient where it is live, 0 elsewhere; one number per answer, or for all, stays so until it is asked for."""
-    if x.shape == live.shape:
-        return torch.where(live, x, 0.0).to(dtype)
-    return torch.where(first, x, 0.0) if x.dim() else x
+    return loss, gradients, keys, sums, ns, centre
 
 
 def _poison(logps: list[Tensor], others: list[Tensor]) -> Tensor:

@@ -44,6 +44,11 @@ def _pad(x: Tensor, value: float) -> Tensor:
     return torch.nn.functional.pad(x, (0, 1), value=value)
 
 
+def _kept(x: Tensor) -> Tensor:
+    """The same values, written down: a value per answer would else be computed anew for each of its tokens."""
+    return x.as_strided(x.shape, x.stride())
+
+
 def _least(x: Tensor, live: Tensor) -> Tensor:
     """The smallest live value; 0 where nothing is live."""
     least = _pad(torch.where(live, x, math.inf), math.inf).amin()
@@ -122,10 +127,15 @@ class Layout:
     """The reductions that emitted code calls, for one batch; see Padded and Packed."""
 
     mask: Tensor
+    length: Tensor  # live tokens of each answer
     every: Tensor  # one place per answer
     first: Tensor  # one place per answer that has live tokens
     answers: Segments  # answers as items of their groups
     turns: Segments | None
+
+    def total(self, x: Tensor, live: Tensor) -> Tensor:
+        """The sum of the live values, row by row: all that is summed over tokens shares one loop over rows."""
+        return torch.where(live, x, 0.0).sum(-1, dtype=self.length.dtype).sum()
 
     def sum_g(self, x: Tensor) -> Tensor:
         return self._grouped("sum", x)
@@ -236,10 +246,9 @@ class Padded(Layout):
         groups: Tensor | None,
         segment_ids: Tensor | None,
         dtype: torch.dtype,
-        known: dict[str, Tensor] | None = None,
     ) -> None:
         self.mask = mask
-        self.length = mask.sum(-1, keepdim=True).to(dtype) if known is None else known["length"]
+        self.length = mask.to(dtype).sum(-1, keepdim=True)
         self.first = self.length > 0
         self.every = torch.ones_like(self.first)
         rows = torch.arange(mask.shape[0], device=mask.device)
@@ -295,7 +304,6 @@ class Packed(Layout):
         groups: Tensor | None,
         segment_ids: Tensor | None,
         dtype: torch.dtype,
-        known: dict[str, Tensor] | None = None,
     ) -> None:
         self.mask = mask
         ids, groups, segment_ids = (
@@ -303,8 +311,8 @@ class Packed(Layout):
         )
         assert ids is not None
         self.tokens = Segments(ids, mask)
-        self.length = self.tokens.count(torch.ones_like(ids, dtype=dtype)) if known is None else known["length"]
-        self.first = self.every = self.tokens.lead() if known is None else known["first"]
+        self.length = self.tokens.count(torch.ones_like(ids, dtype=dtype))
+        self.first = self.every = self.tokens.lead()
         self.answers = Segments(torch.zeros_like(ids) if groups is None else groups, self.every)
         self.turns = None if segment_ids is None else Segments(segment_ids, mask)
 
@@ -339,6 +347,7 @@ class Answers(Layout):
 
     def __init__(self, groups: Tensor) -> None:
         self.mask = self.every = self.first = torch.ones_like(groups, dtype=torch.bool)
+        self.length = torch.ones_like(groups, dtype=torch.float32)
         self.answers = Segments(groups, self.mask)
         self.turns = None
 

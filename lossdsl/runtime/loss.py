@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .compute import _before, _compute
+from .compute import _compute
 from .inputs import _check_ids, _check_rows, _diagnose, _read_counts, _read_inputs
 from .layouts import Answers, div
 from .logits import _FromRows, _Rows
@@ -22,26 +22,21 @@ from .metrics import Output, Prepared, Weights
 
 
 class _Known(torch.autograd.Function):
-    """A scalar whose gradient is known: backward only scales it by what comes from above.
-
-    A gradient that is the same for all tokens of an answer is kept as [B, 1] and spread to the live ones here.
-    """
+    """A scalar whose gradient is known: backward only scales it by what comes from above."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, live: Tensor, n: int, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(live, *tensors[n:])  # the first n are the inputs, the rest their gradients
-        ctx.dtypes = [x.dtype for x in tensors[:n]]
+    def forward(ctx: Any, loss: Tensor, n: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors[n:])  # the first n are the inputs, the rest their gradients
         return loss.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        live, *gradients = ctx.saved_tensors
-        found = []
-        for g, dtype in zip(gradients, ctx.dtypes, strict=True):
-            scaled = (upstream[0] * g).to(dtype)
-            found.append(scaled if g.shape == live.shape else scaled * live)  # finite, so a product selects
-        return (None, None, None, *found, *(None for _ in gradients))
+        (scale,) = upstream
+        free = scale.device.type == "cpu" and not torch.compiler.is_compiling()  # to look at its value
+        unscaled = free and scale.item() == 1  # loss.backward(): the gradient is ready
+        found = (g if unscaled else (scale * g).to(g.dtype) for g in ctx.saved_tensors)
+        return (None, None, *found, *(None for _ in ctx.saved_tensors))
 
 
 class PolicyLoss(torch.nn.Module):
@@ -189,7 +184,7 @@ class PolicyLoss(torch.nn.Module):
                     f"{self.name} reads the whole next-token distribution ({', '.join([*wanted, 'logits'])}): call from_logits"
                 )
         given = _read_inputs(self, logp, "logp", mask, advantages, inputs)
-        loss, gradients, live, metrics, _ = self._evaluate(logp, given, counts)
+        loss, gradients, metrics, _ = self._evaluate(logp, given, counts)
         tracked = [
             (x, gradients[k])
             for k, x in (("logp", logp), ("entropy", given.get("entropy")))
@@ -197,7 +192,7 @@ class PolicyLoss(torch.nn.Module):
         ]
         if tracked and torch.is_grad_enabled():
             xs, gs = zip(*tracked, strict=True)
-            loss = _Known.apply(loss, live, len(xs), *xs, *gs)  # type: ignore[no-untyped-call]
+            loss = _Known.apply(loss, len(xs), *xs, *gs)  # type: ignore[no-untyped-call]
         return Output(loss, metrics)
 
     # --- from logits -------------------------------------------------------------------------------------------------------
@@ -240,11 +235,11 @@ class PolicyLoss(torch.nn.Module):
         _check_rows(given, logits, tokens, temperature, shift, self._checking(logits))
         rows = _Rows(self, logits, tokens, temperature, shift, given, max_chunk_bytes)
         logp, sums, centre_value = rows.forward()
-        loss, gradients, live, metrics, centre = self._evaluate(logp, given | sums, counts)
+        loss, gradients, metrics, centre = self._evaluate(logp, given | sums, counts)
         if centre is not None:
             loss = loss + (centre * centre_value).sum()
         if logits.requires_grad and torch.is_grad_enabled():
-            names, tensors = rows.saved({k: torch.where(live, g, 0.0) for k, g in gradients.items()}, centre)
+            names, tensors = rows.saved(gradients, centre)
             loss = _FromRows.apply(loss, logits, rows, names, *tensors)  # type: ignore[no-untyped-call]
         return Output(loss, metrics)
 
@@ -366,8 +361,8 @@ class PolicyLoss(torch.nn.Module):
 
     def _evaluate(
         self, logp: Tensor, given: Mapping[str, Tensor], counts: Mapping[str, Any] | None
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor, Any, Tensor | None]:
-        """(loss, d loss / d each of logp and the vocabulary sums, where they hold, metrics, centring weight per token)."""
+    ) -> tuple[Tensor, dict[str, Tensor], Any, Tensor | None]:
+        """(loss, d loss / d each of logp and the vocabulary sums, metrics, centring weight per token)."""
         checking = self._checking(logp)
         dtype = torch.float64 if logp.dtype is torch.float64 else torch.float32
         tensors = {k: v.detach() for k, v in given.items() if not k.endswith(("_logprobs", "topk_ids"))}
@@ -375,15 +370,16 @@ class PolicyLoss(torch.nn.Module):
         options = (self.metrics, checking, self.on_missing, "seq_ids" in given)
         if checking:
             _check_ids(given, logp)
+        if self.compiled and not torch.compiler.is_compiling():
+            tensors["mask"] = tensors["mask"].view(torch.uint8)
         params = self._tensors_on(logp.device, dtype)
-        known = _before(type(self), options[3], dtype, tensors, params)
         kernel = self._compile((*options, logp.dtype), lambda cls, *args: _compute(cls, options, *args))
         with torch.no_grad():  # one program, whatever the caller's mode
-            loss, gradients, live, keys, sums, ns, centre = kernel(logp.detach(), tensors, known, params)
+            loss, gradients, keys, sums, ns, centre = kernel(logp.detach(), tensors, params)
         if checking and not math.isfinite(loss.item()):
-            _diagnose(logp, tensors, self.on_missing)
+            _diagnose(logp, tensors | {"mask": given["mask"]}, self.on_missing)
         metrics = dict(zip(keys, zip(sums.unbind(), ns.unbind(), strict=True), strict=True)) if keys else {}
-        return loss, gradients, live, metrics, centre
+        return loss, gradients, metrics, centre
 
     def _compile(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         """function(class, ...) for this class, compiled once per class and key unless `compile=False`."""

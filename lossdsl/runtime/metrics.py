@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layouts import Layout, _pad, exp
+from .layouts import Layout, exp
 
 # === body ===
 
@@ -44,18 +44,19 @@ class Prepared(NamedTuple):
 
 
 def _metrics(
-    ax: Layout, w: Weights, logps: Mapping[str, Tensor], A: Tensor | None, known: Mapping[str, Tensor]
+    ax: Layout, w: Weights, logps: Mapping[str, Tensor], A: Tensor | None
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Everything worth watching, as sums and counts over live tokens (or answers: one without tokens has no ratio)."""
-    mask, n = ax.mask, known["live_tokens"]
-    items = {"token": (mask, n), "sequence": (ax.first, known["live_answers"])}
+    mask, ones = ax.mask, torch.ones_like(ax.length)
+    n, answers = ax.total(ones, mask), ax.total(ones, ax.first)
+    items = {"token": (mask, n), "sequence": (ax.first, answers)}
     found: dict[str, tuple[Tensor, Tensor]] = {
         "tokens": (n, torch.ones_like(n)),
-        "answers": (known["live_answers"], torch.ones_like(n)),
+        "answers": (answers, torch.ones_like(n)),
     }
 
     def mean(name: str, x: Tensor, live: Tensor = mask, count: Tensor = n) -> None:
-        found[name] = (torch.where(live, x, 0.0).sum(dtype=n.dtype), count)
+        found[name] = (ax.total(x, live), count)
 
     for name, (log_ratio, axis) in w.ratios.items():
         (live, count), ratio = items[axis], exp(log_ratio)
@@ -85,4 +86,5 @@ def _metrics(
 
 def _largest(x: Tensor, live: Tensor) -> Tensor:
     """The largest live value of something that is not negative; 0 where nothing is live."""
-    return _pad(torch.where(live, x, 0.0).reshape(-1), 0.0).amax()
+    x = torch.where(live, x, 0.0)
+    return x.amax(-1).amax() if x.numel() else x.sum()
