@@ -123,6 +123,32 @@ class Schedule:
                 coarsest = min(coarsest, n.axis)
         return coarsest
 
+    @cached_property
+    def chunk(self) -> str:
+        """What a piece of a batch must hold whole for its weights to be known: "token", "answer" or "batch"."""
+        m = self.method
+        lambdas = [n for n in (m.normaliser, *(t.normaliser for t in m.terms)) if holds_ratio(n)]
+        sums = [x for s in m.gradient.sums for x in (s.cotangent, s.slope)]
+        knobs = [k for k in (m.T, m.f) if k is not None]
+        roots = [*knobs, m.objective, *(t.add for t in m.terms), *sums, *lambdas]
+        found = {
+            n.attr[1]
+            for n in ir.topological(*roots)
+            if n.op == "reduce" and isinstance(n.attr, tuple) and n.attr[1] != "v"
+        }
+        return "batch" if found & {"g", "b"} else "answer" if found else "token"
+
+    @cached_property
+    def silent(self) -> bool:
+        """Whether a token whose advantage is 0 has neither value nor gradient, nor a part in any other token's."""
+        m = self.method
+
+        def zero(n: Node) -> Node | None:
+            return ir.ZERO if n is advantage_of(m) else None
+
+        parts = [m.objective, *(t.add for t in m.terms), m.gradient.coef, *(s.cotangent for s in m.gradient.sums)]
+        return self.chunk != "batch" and all(ir.rewrite(part, zero) is ir.ZERO for part in parts)
+
     @property
     def passes(self) -> str:
         """In words, over the logits or hidden states."""

@@ -8,8 +8,6 @@ import pytest
 import torch
 from helpers import instance, method, run
 
-import lossdsl
-
 
 def test_a_turn_is_an_axis_between_the_answer_and_the_token() -> None:
     """Two turns of one answer, geometric mean of r per turn: exp(0.2) for the first two tokens, exp(-0.3) for the third."""

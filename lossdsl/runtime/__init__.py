@@ -5,4 +5,4 @@ module, word for word; here they are ordinary modules, linted, typed and tested 
 """
 
 # The order in which the bodies are pasted: each file uses only the ones before it.
-ORDER = ("layouts", "metrics", "inputs", "compute", "logits", "loss")
+ORDER = ("layouts", "metrics", "inputs", "compute", "logits", "hidden", "loss")

@@ -36,7 +36,7 @@ def _before(
         if given is not None:
             found[name] = given.to(dtype)[:, None] if given.dim() == 1 and not packed else given.to(dtype)
         elif name == "n_tokens":
-            found[name] = ax.total(torch.ones_like(ax.length), ax.mask)
+            found[name] = ax.total(1.0, ax.mask)
         elif name == "n_seqs":
             found[name] = _answers(ax, tensors, packed).to(dtype)
         elif name == "group_size":
@@ -77,7 +77,11 @@ def _compute(
     dtype = torch.float64 if logp.dtype is torch.float64 else torch.float32
     ax = _layout(tensors, packed, dtype)
     mask = ax.mask
+    known = {k.removeprefix("known:"): x for k, x in tensors.items() if k.startswith("known:")}
+    if known:  # these tokens are a piece of a batch, which decided its lengths and counts
+        ax.length, ax.first = known["length"], known["first"]
     logps = {"logp": logp.to(dtype)} | {k: tensors[k].to(dtype) for k in _POLICY if k in tensors}
+    logps = {k: torch.where(ax.length > 0, x, 0.0) for k, x in logps.items()}
     live = mask
     if on_missing != "error" and "mu_logp" in logps:
         missing = ~torch.isfinite(logps["mu_logp"])
@@ -87,7 +91,7 @@ def _compute(
     others = {k: tensors[k].to(dtype) for k in plain if k in tensors}
     values: dict[str, Any] = {k: x[:, None] if x.dim() == 1 and not packed else x for k, x in others.items()}
     values["A"] = values.pop("advantages", None)
-    values |= {"ax": ax} | _before(cls, ax, packed, dtype, tensors, params) | logps | params
+    values |= {"ax": ax} | (known or _before(cls, ax, packed, dtype, tensors, params)) | logps | params
     w: Weights = cls.weights(**{k: values[k] for k in cls._arguments["weights"]})
     read = [values["A" if k == "advantages" else k] for k in others]
     sound = _poison(list(logps.values()), read) if checking else 0.0
@@ -95,11 +99,8 @@ def _compute(
     kinds = {"logp": logp.dtype} | {k: tensors[k].dtype for k in w.grads}
     gradients = {k: torch.where(live, -g, 0.0).to(kinds[k]) for k, g in ({"logp": w.coef} | w.grads).items()}
     centre = None if w.centre is None else torch.where(live, w.centre, 0.0)
-    found = _metrics(ax, w, {_POLICY.get(k, "pi"): x for k, x in logps.items()}, values["A"]) if metrics else {}
-    keys = list(found)
-    sums = torch.stack([s.to(dtype) for s, _ in found.values()]) if found else None
-    ns = torch.stack([n.to(dtype) for _, n in found.values()]) if found else None
-    return loss, gradients, keys, sums, ns, centre
+    found = _metrics(ax, w, {_POLICY.get(k, "pi"): x for k, x in logps.items()}, values["A"]) if metrics else None
+    return loss, gradients, found, centre
 
 
 def _poison(logps: list[Tensor], others: list[Tensor]) -> Tensor:

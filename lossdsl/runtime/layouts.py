@@ -133,9 +133,13 @@ class Layout:
     answers: Segments  # answers as items of their groups
     turns: Segments | None
 
-    def total(self, x: Tensor, live: Tensor) -> Tensor:
-        """The sum of the live values, row by row: all that is summed over tokens shares one loop over rows."""
-        return torch.where(live, x, 0.0).sum(-1, dtype=self.length.dtype).sum()
+    def rows(self, x: Tensor | float, live: Tensor) -> Tensor:
+        """The sum of the live values of each row (of all, where the batch is packed)."""
+        return torch.where(live, x, 0.0).sum(-1, dtype=self.length.dtype)
+
+    def total(self, x: Tensor | float, live: Tensor) -> Tensor:
+        """The sum of the live values, row by row: what is summed over tokens shares one loop over rows."""
+        return self.rows(x, live).sum()
 
     def sum_g(self, x: Tensor) -> Tensor:
         return self._grouped("sum", x)

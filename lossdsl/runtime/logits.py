@@ -57,36 +57,10 @@ class _Rows:
         n, vocab = tokens.numel(), logits.shape[-1]
         self.skip = int(shift and n > 0)  # the first token has no row, the last row no token
 
-        def per_token(x: Tensor, *columns: int) -> Tensor:
-            x = x if x.dim() == 0 or x.shape[: tokens.dim()] == tokens.shape else x[:, None].expand(tokens.shape)
-            return x.detach().reshape(n, *(columns or (1,)))[self.skip :]
-
-        self.tensors = {
-            "logits": logits.detach().reshape(n, vocab)[: n - self.skip],
-            "live": per_token(given["mask"]),
-            "tokens": torch.where(per_token(given["mask"]), per_token(tokens), 0).long(),
-        }
-        t = (
-            temperature
-            if isinstance(temperature, Tensor)
-            else torch.full((), temperature, dtype=self.dtype, device=logits.device)
-        )
-        t = t.to(logits.device, self.dtype)
-        self.tensors["inverse_t"] = torch.where(self.tensors["live"], 1 / per_token(t), 0.0) if t.dim() else 1 / t
-        read = {a for part in ("distribution", "d_distribution", "centre") for a in loss._arguments[part]}
-        for policy in ("mu", "prox", "ref"):
-            x, ids = given.get(f"{policy}_logprobs"), given.get("mu_topk_ids") if policy == "mu" else None
-            if f"log_{policy}" not in read:
-                continue
-            if ids is not None:
-                x = given["mu_topk_logprobs"]
-                self.tensors["ids"] = per_token(ids, ids.shape[-1])
-            assert x is not None
-            self.tensors[f"log_{policy}"] = per_token(x, x.shape[-1])
-        for name in ("A", *loss.INPUTS):
-            found = given.get("advantages" if name == "A" else name)
-            if name in read and found is not None:
-                self.tensors[name] = per_token(found.to(self.dtype)) if found.dim() else found.detach().to(self.dtype)
+        found = _row_inputs(loss, tokens, temperature, given, self.dtype, logits.device)
+        self.tensors = {k: x[self.skip :] if x.dim() else x for k, x in found.items()}
+        self.tensors["logits"] = logits.detach().reshape(n, vocab)[: n - self.skip]
+        read = found.keys() & {"A", *loss.INPUTS, "log_mu", "log_prox", "log_ref"}
         # Compiled, a row that reads nothing but its own logits leaves no temporaries: one chunk.
         fused = loss.compiled and not read
         self.step = max(1, n if fused else max_bytes // max(vocab * self.dtype.itemsize, 1))
@@ -146,6 +120,43 @@ class _Rows:
             else:
                 found = dense
         return found.reshape(self.shape)
+
+
+def _row_inputs(
+    loss: Any,
+    tokens: Tensor,
+    temperature: float | Tensor,
+    given: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """What a row of logits comes with, one row per token of the flattened batch; numbers stay numbers."""
+    n = tokens.numel()
+
+    def per_token(x: Tensor, *columns: int) -> Tensor:
+        x = x if x.dim() == 0 or x.shape[: tokens.dim()] == tokens.shape else x[:, None].expand(tokens.shape)
+        return x.detach().reshape(n, *(columns or (1,)))
+
+    live = per_token(given["mask"])
+    found = {"live": live, "tokens": torch.where(live, per_token(tokens), 0).long()}
+    t = temperature if isinstance(temperature, Tensor) else torch.full((), temperature, dtype=dtype, device=device)
+    t = t.to(device, dtype)
+    found["inverse_t"] = torch.where(live, 1 / per_token(t), 0.0) if t.dim() else 1 / t
+    read = {a for part in ("distribution", "d_distribution", "centre") for a in loss._arguments[part]}
+    for policy in ("mu", "prox", "ref"):
+        x, ids = given.get(f"{policy}_logprobs"), given.get("mu_topk_ids") if policy == "mu" else None
+        if f"log_{policy}" not in read:
+            continue
+        if ids is not None:
+            x = given["mu_topk_logprobs"]
+            found["ids"] = per_token(ids, ids.shape[-1])
+        assert x is not None
+        found[f"log_{policy}"] = per_token(x, x.shape[-1])
+    for name in ("A", *loss.INPUTS):
+        x = given.get("advantages" if name == "A" else name)
+        if name in read and x is not None:
+            found[name] = per_token(x.to(dtype)) if x.dim() else x.detach().to(dtype)
+    return found
 
 
 def _columns(cls: Any, rows: Mapping[str, Tensor], params: Mapping[str, Tensor], log_pi: Tensor) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .compute import _compute
+from .hidden import _Hidden
 from .inputs import _check_ids, _check_rows, _diagnose, _read_counts, _read_inputs
 from .layouts import Answers, div
 from .logits import _FromRows, _Rows
@@ -65,6 +66,8 @@ class PolicyLoss(torch.nn.Module):
     ADVANTAGES: ClassVar[str]
     TOPK: ClassVar[bool]
     LOCAL_STATISTICS: ClassVar[str | None]
+    CHUNK: ClassVar[str]  # what a piece must hold whole for its weights to be known: "token", "answer" or "batch"
+    SILENT: ClassVar[bool]  # a token whose advantage is 0 has neither value nor gradient
     SUMS: ClassVar[tuple[str, ...]]  # the sums over the vocabulary that `weights` reads
     before: ClassVar[Callable[..., dict[str, Tensor]] | None] = None
     weights: ClassVar[Callable[..., Weights]]
@@ -243,6 +246,62 @@ class PolicyLoss(torch.nn.Module):
             loss = _FromRows.apply(loss, logits, rows, names, *tensors)  # type: ignore[no-untyped-call]
         return Output(loss, metrics)
 
+    # --- from hidden states ------------------------------------------------------------------------------------------------
+
+    def from_hidden(
+        self,
+        hidden: Tensor,
+        lm_head_weight: Tensor,
+        tokens: Tensor,
+        *,
+        mask: Tensor,
+        advantages: Tensor | None = None,
+        counts: Mapping[str, Any] | None = None,
+        bias: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        softcap: float | None = None,
+        shift: bool = False,
+        max_logits_bytes: int = 256 << 20,
+        **inputs: Any,
+    ) -> Output:
+        """The loss from the last hidden states: logits = hidden @ lm_head_weight.T + bias exist only in chunks.
+
+        Gradients to hidden states, head and bias are exact and are ready when the loss is; backward scales them. The
+        sum over chunks of the head's gradient is kept in float32. Rows that have no gradient are left out of products.
+
+        Args:
+            hidden: [B, T, H], or [N, H] packed with `seq_ids`. lm_head_weight: [V, H]. bias: [V].
+            softcap: logits are softcap * tanh(logits / softcap) before the temperature divides them.
+            max_logits_bytes: bound on a chunk's logits. A loss that pools over an answer takes one pass where its
+                longest answer fits, else two.
+            tokens, temperature, shift, inputs: as `from_logits`.
+
+        Raises:
+            TypeError, ValueError: as `forward`.
+        """
+        if hidden.dim() != tokens.dim() + 1 or hidden.shape[:-1] != tokens.shape:
+            raise ValueError(f"hidden {tuple(hidden.shape)} must be tokens' shape {tuple(tokens.shape)} and the width")
+        if lm_head_weight.dim() != 2 or lm_head_weight.shape[1] != hidden.shape[-1]:
+            raise ValueError(
+                f"lm_head_weight {tuple(lm_head_weight.shape)} must be [V, {hidden.shape[-1]}], as wide as hidden"
+            )
+        if bias is not None and bias.shape != lm_head_weight.shape[:1]:
+            raise ValueError(f"bias {tuple(bias.shape)} must be [{lm_head_weight.shape[0]}], as lm_head_weight is long")
+        if softcap is not None and not softcap > 0:
+            raise ValueError("softcap must be positive")
+        given = _read_inputs(self, hidden[..., 0], "hidden", mask, advantages, inputs)
+        like = hidden.new_zeros(()).expand(*tokens.shape, lm_head_weight.shape[0])  # the logits' shape, and no memory
+        _check_rows(given, like, tokens, temperature, shift, self._checking(hidden))
+        work = _Hidden(self, hidden, lm_head_weight.to(hidden.dtype), bias, tokens, temperature, softcap, shift, given,
+                       counts, max_logits_bytes)  # fmt: skip
+        loss, metrics = work.run()
+        pairs = zip((hidden, lm_head_weight, bias), work.gradients(), strict=True)
+        tracked = [(x, g.reshape(x.shape).to(x.dtype)) for x, g in pairs if x is not None and g is not None]
+        if tracked:
+            xs, gs = zip(*tracked, strict=True)
+            loss = _Known.apply(loss, len(xs), *xs, *gs)  # type: ignore[no-untyped-call]
+        return Output(loss, metrics)
+
     # --- the data side -----------------------------------------------------------------------------------------------------
 
     def prepare(
@@ -375,11 +434,10 @@ class PolicyLoss(torch.nn.Module):
         params = self._tensors_on(logp.device, dtype)
         kernel = self._compile((*options, logp.dtype), lambda cls, *args: _compute(cls, options, *args))
         with torch.no_grad():  # one program, whatever the caller's mode
-            loss, gradients, keys, sums, ns, centre = kernel(logp.detach(), tensors, params)
+            loss, gradients, found, centre = kernel(logp.detach(), tensors, params)
         if checking and not math.isfinite(loss.item()):
             _diagnose(logp, tensors | {"mask": given["mask"]}, self.on_missing)
-        metrics = dict(zip(keys, zip(sums.unbind(), ns.unbind(), strict=True), strict=True)) if keys else {}
-        return loss, gradients, metrics, centre
+        return loss, gradients, found.pairs() if found else {}, centre
 
     def _compile(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         """function(class, ...) for this class, compiled once per class and key unless `compile=False`."""
@@ -393,5 +451,7 @@ class PolicyLoss(torch.nn.Module):
         if key not in cls._compiled:
             # torch.compile counts recompilations, and gives up at eight, per code object: each program gets its own.
             own = type(kernel)(kernel.__code__.replace(), globals(), "kernel", None, kernel.__closure__)  # type: ignore[misc]
-            cls._compiled[key] = torch.compile(own, fullgraph=True, dynamic=True)
+            cls._compiled[key] = torch.compile(
+                own, fullgraph=True, dynamic=True, options={"cpp.max_horizontal_fusion_size": 128}
+            )
         return cls._compiled[key]

@@ -43,48 +43,76 @@ class Prepared(NamedTuple):
     rewards: Tensor
 
 
-def _metrics(
-    ax: Layout, w: Weights, logps: Mapping[str, Tensor], A: Tensor | None
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Everything worth watching, as sums and counts over live tokens (or answers: one without tokens has no ratio)."""
-    mask, ones = ax.mask, torch.ones_like(ax.length)
-    n, answers = ax.total(ones, mask), ax.total(ones, ax.first)
-    items = {"token": (mask, n), "sequence": (ax.first, answers)}
-    found: dict[str, tuple[Tensor, Tensor]] = {
-        "tokens": (n, torch.ones_like(n)),
-        "answers": (answers, torch.ones_like(n)),
-    }
+class _Metrics(NamedTuple):
+    """Every metric's sum, and the number of tokens, of answers and of anything else (1) to divide it by."""
 
-    def mean(name: str, x: Tensor, live: Tensor = mask, count: Tensor = n) -> None:
-        found[name] = (ax.total(x, live), count)
+    names: list[tuple[str, int, str]]  # name, its place in `values`, what it is counted in
+    values: Tensor
+    counts: dict[str, Tensor]
 
-    for name, (log_ratio, axis) in w.ratios.items():
-        (live, count), ratio = items[axis], exp(log_ratio)
-        mean(f"{name}/mean", ratio, live, count)
-        mean(f"{name}/mean_sq", ratio * ratio, live, count)
-        found[f"{name}/max"] = (_largest(ratio, live), torch.ones_like(n))
-        found[f"{name}/abs_log_max"] = (_largest(log_ratio.abs(), live), torch.ones_like(n))
+    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """name -> (sum, count), each a tensor of its own."""
+        values = self.values.unbind()
+        counts = torch.stack([self.counts[item] for _, _, item in self.names]).unbind()
+        return {name: (values[at], n) for (name, at, _), n in zip(self.names, counts, strict=True)}
+
+
+def _metrics(ax: Layout, w: Weights, logps: Mapping[str, Tensor], A: Tensor | None) -> _Metrics:
+    """Everything worth watching, over live tokens (or answers: one without tokens has no ratio).
+
+    What is summed is summed in each row first and then, for all metrics at once, over the rows: so they share the
+    loss's own loop over rows.
+    """
+    live = {"token": ax.mask, "sequence": ax.first}
+    rows = {item: ax.rows(1.0, where) for item, where in live.items()}
+    found = {"tokens": (rows["token"], "batch"), "answers": (rows["sequence"], "batch")}
+    largest = set()
+
+    def mean(name: str, x: Tensor, item: str = "token") -> None:
+        found[name] = (ax.rows(x, live[item]), item)
+
+    def share(name: str, x: Tensor, item: str = "token") -> None:
+        found[name] = (ax.rows(1.0, live[item] & x), item)
+
+    def top(name: str, x: Tensor, item: str) -> None:
+        """The largest of what is not negative; 0 where nothing is live."""
+        x = torch.where(live[item], x, 0.0)
+        found[name] = (x.amax(-1) if x.shape[-1] else x.sum(-1), "batch")
+        largest.add(name)
+
+    for name, (log_ratio, item) in w.ratios.items():
+        ratio = exp(log_ratio)
+        mean(f"{name}/mean", ratio, item)
+        mean(f"{name}/mean_sq", ratio * ratio, item)
+        top(f"{name}/max", ratio, item)
+        top(f"{name}/abs_log_max", log_ratio.abs(), item)
     for name, beyond in w.outside.items():
-        mean(f"{name}/outside", torch.where(beyond, 1.0, 0.0), *items[w.ratios[name][1]])
+        share(f"{name}/outside", beyond, w.ratios[name][1])
     for name, binds in w.limits.items():
-        signs = {"": torch.ones_like(mask)} if A is None else {"_pos": A > 0, "_neg": A < 0}
-        for suffix, side in signs.items():
-            mean(f"{name}{suffix}", torch.where(binds & side, 1.0, 0.0))
+        if A is None:
+            share(name, binds)
+        else:
+            share(f"{name}_pos", binds & (A > 0))
+            share(f"{name}_neg", binds & (A < 0))
     for name, weight in (("T", w.T), ("f", w.f), ("W", w.W)):
         if weight is not None:
             mean(f"{name}/mean", weight)
     if w.W is not None:
-        mean("W/zero", torch.where(w.W == 0, 1.0, 0.0))
+        share("W/zero", w.W == 0)
     mean("W/mean_abs" if w.W is not None else "coef/mean_abs", (w.W if w.W is not None else w.coef).abs())
     for p, q in (("prox", "pi"), ("mu", "pi"), ("mu", "prox"), ("ref", "pi")):
         if p in logps and q in logps:
             d = logps[q] - logps[p]
             mean(f"kl({p}|{q})/k1", -d)
             mean(f"kl({p}|{q})/k3", exp(d) - 1 - d)
-    return found
 
-
-def _largest(x: Tensor, live: Tensor) -> Tensor:
-    """The largest live value of something that is not negative; 0 where nothing is live."""
-    x = torch.where(live, x, 0.0)
-    return x.amax(-1).amax() if x.numel() else x.sum()
+    order = sorted(found, key=lambda name: name in largest)  # sums first
+    split = len(found) - len(largest)
+    sums = torch.stack([found[name][0].to(ax.length.dtype) for name in order[:split]])
+    values = sums.sum(-1) if sums.dim() == 2 else sums
+    if largest:
+        tops = torch.stack([found[name][0] for name in order[split:]])
+        tops = tops if tops.dim() == 1 else tops.amax(-1) if tops.shape[-1] else tops.sum(-1)
+        values = torch.cat([values, tops.to(values.dtype)])
+    counts = {item: x.sum() for item, x in rows.items()} | {"batch": torch.ones_like(values[0])}
+    return _Metrics([(name, order.index(name), found[name][1]) for name in found], values, counts)
