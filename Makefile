@@ -30,6 +30,8 @@ docs: $(VENV)/test  ## write docs/methods.md from the specs
 bench: $(VENV)/test
 	$(BIN)/python bench/logp.py
 	$(BIN)/python bench/startup.py
+	-$(BIN)/pip install --quiet --no-deps liger-kernel==0.8.5 trl==1.16.0 verl==0.9.1
+	$(BIN)/python -W ignore bench/hidden.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,8 @@
 """Any built-in's own objective as plain PyTorch, forward only: what a trainer would write from the paper, for autograd.
 
 One line per operation of the objective as the spec writes it; no closed-form gradient, no log-space comparison, no
-check. Sums over an answer are clamped at 20 before they are exponentiated, as trainers do. `bench/plain.py` has ten
-of these losses written by hand, to show that this is no straw man.
+check, and tokens are masked by multiplication. Sums over an answer are clamped at 20 before they are exponentiated, as
+trainers do. `bench/plain.py` has ten of these losses written by hand, to show that this is no straw man.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ TEXT = {
     "not": "~{0}",
 }
 REDUCE = {
-    "sum": "torch.where(mask, {0}, 0.0).sum(-1, keepdim=True)",
-    "mean": "torch.where(mask, {0}, 0.0).sum(-1, keepdim=True) / length",
-    "max": "torch.where(mask, {0}, -torch.inf).amax(-1, keepdim=True)",
-    "min": "torch.where(mask, {0}, torch.inf).amin(-1, keepdim=True)",
-    "any": "(mask & {0}).any(-1, keepdim=True)",
-    "quantile": "torch.nanquantile(torch.where(mask, {0}, torch.nan), {1}, dim=-1, keepdim=True)",
+    "sum": "({0} * mask).sum(-1, keepdim=True)",
+    "mean": "({0} * mask).sum(-1, keepdim=True) / length",
+    "max": "torch.where(mask > 0, {0}, -torch.inf).amax(-1, keepdim=True)",
+    "min": "torch.where(mask > 0, {0}, torch.inf).amin(-1, keepdim=True)",
+    "quantile": "torch.nanquantile(torch.where(mask > 0, {0}, torch.nan), {1}, dim=-1, keepdim=True)",
 }
 
 
@@ -55,7 +54,7 @@ def readable(method: Method) -> bool:
 
 
 def plain(method: Method, params: Mapping[str, float]) -> Callable[[Inputs], Tensor]:
-    """The loss as a function of logp, prox_logp, ... [B, T], mask, A ([B] or [B, T]), entropy and declared inputs."""
+    """The loss as a function of logp, prox_logp, ... and mask (of any dtype) [B, T], A, entropy and declared inputs."""
     lines = ["mask = d['mask']", "length = mask.sum(-1, keepdim=True).clamp(min=1)"]
     names: dict[int, str] = {}
     parts = [(method.normaliser, method.objective), *((t.normaliser, t.add) for t in method.terms)]
@@ -65,21 +64,20 @@ def plain(method: Method, params: Mapping[str, float]) -> Callable[[Inputs], Ten
         if node.args and not text.replace(".", "").isalnum():
             names[id(node)] = f"x{len(lines)}"
             lines.append(f"x{len(lines)} = {text}")
-    total = " + ".join(_summed(names[id(lam)], lam.axis, names[id(x)], x.axis) for lam, x in parts)
+    total = " + ".join(_summed(names[id(lam)], lam.axis, names[id(x)]) for lam, x in parts)
     body = "\n    ".join([*lines, f"return -({total})"])
     space: dict[str, Callable[[Inputs], Tensor]] = {"torch": torch}  # type: ignore[dict-item]
     exec(f"def {method.name}(d):\n    {body}\n", space)
     return space[method.name]
 
 
-def _summed(lam: str, lam_axis: Axis, x: str, axis: Axis) -> str:
-    """lambda times the sum over live tokens, multiplied as late as it can be."""
-    x = x if axis is Axis.TOKEN else f"({x}).expand(mask.shape)"
+def _summed(lam: str, lam_axis: Axis, x: str) -> str:
+    """lambda times the sum over live tokens; lambda comes in as late as it can."""
     if lam_axis <= Axis.BATCH:
-        return f"torch.where(mask, {x}, 0.0).sum() * {lam}"
+        return f"({x} * mask).sum() * {lam}"
     if lam_axis <= Axis.SEQUENCE:
-        return f"(torch.where(mask, {x}, 0.0).sum(-1, keepdim=True) * {lam}).sum()"
-    return f"torch.where(mask, {x} * {lam}, 0.0).sum()"
+        return f"(({x} * mask).sum(-1, keepdim=True) * {lam}).sum()"
+    return f"({x} * mask * {lam}).sum()"
 
 
 def _text(node: Node, args: list[str], method: Method, params: Mapping[str, float]) -> str:

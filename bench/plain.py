@@ -1,4 +1,7 @@
-"""Hand-written eager PyTorch for some methods: what a person would write from the review's formulas, autograd and all."""
+"""Hand-written eager PyTorch for some methods: what a person would write from the review's formulas, for autograd.
+
+Tokens are masked by multiplication, so the mask may have any dtype.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,23 @@ def surrogate(ratio: Tensor, A: Tensor, low: float, high: float) -> Tensor:
 
 
 def token_mean(x: Tensor, mask: Tensor) -> Tensor:
-    return -(torch.where(mask, x, 0.0)).sum() / mask.sum()
+    return -(x * mask).sum() / mask.sum()
 
 
 def seq_mean(x: Tensor, mask: Tensor) -> Tensor:
-    return -(torch.where(mask, x, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+    return -((x * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
 
 
 def _r(d: Inputs) -> Tensor:
-    return torch.where(d["mask"], d["logp"] - d["prox_logp"], 0.0)
+    return d["logp"] - d["prox_logp"]
 
 
 def _c(d: Inputs) -> Tensor:
-    return torch.where(d["mask"], d["prox_logp"] - d["mu_logp"], 0.0)
+    return d["prox_logp"] - d["mu_logp"]
 
 
 def _rho(d: Inputs) -> Tensor:
-    return torch.where(d["mask"], d["logp"] - d["mu_logp"], 0.0)
+    return d["logp"] - d["mu_logp"]
 
 
 def grpo(d: Inputs) -> Tensor:
@@ -48,8 +51,8 @@ def cispo(d: Inputs) -> Tensor:
 
 
 def gspo(d: Inputs) -> Tensor:
-    s = (_r(d).sum(-1, keepdim=True) / d["mask"].sum(-1, keepdim=True).clamp(min=1)).exp()
-    return seq_mean(surrogate(s, d["A"][:, None], 1 - 3e-4, 1 + 4e-4).expand_as(d["logp"]), d["mask"])
+    s = ((_r(d) * d["mask"]).sum(-1, keepdim=True) / d["mask"].sum(-1, keepdim=True).clamp(min=1)).exp()
+    return seq_mean(surrogate(s, d["A"][:, None], 1 - 3e-4, 1 + 4e-4), d["mask"])
 
 
 def token_tis(d: Inputs) -> Tensor:
@@ -64,24 +67,24 @@ def icepop(d: Inputs) -> Tensor:
 
 
 def seq_tis(d: Inputs) -> Tensor:
-    f = torch.clamp(_c(d).sum(-1, keepdim=True), max=20).exp().clamp(max=2.0)
+    f = torch.clamp((_c(d) * d["mask"]).sum(-1, keepdim=True), max=20).exp().clamp(max=2.0)
     return seq_mean(f * surrogate(_r(d).exp(), d["A"][:, None], 0.8, 1.2), d["mask"])
 
 
 def topr(d: Inputs) -> Tensor:
     A = d["A"][:, None]
-    rho = torch.clamp(_rho(d).detach().sum(-1, keepdim=True), max=20).exp().clamp(max=1.0)
+    rho = torch.clamp((_rho(d).detach() * d["mask"]).sum(-1, keepdim=True), max=20).exp().clamp(max=1.0)
     weight = torch.where(A >= 0, torch.ones_like(rho), rho)
-    return -torch.where(d["mask"], weight * A * d["logp"], 0.0).sum() / d["logp"].shape[0]
+    return -(weight * A * d["logp"] * d["mask"]).sum() / d["logp"].shape[0]
 
 
 def pipelinerl(d: Inputs) -> Tensor:
     weight = _rho(d).detach().exp().clamp(max=1.02)
-    return -torch.where(d["mask"], weight * d["A"][:, None] * d["logp"], 0.0).sum() / d["logp"].shape[0]
+    return -(weight * d["A"][:, None] * d["logp"] * d["mask"]).sum() / d["logp"].shape[0]
 
 
 def reinforce(d: Inputs) -> Tensor:
-    return -torch.where(d["mask"], d["A"][:, None] * d["logp"], 0.0).sum() / d["logp"].shape[0]
+    return -(d["A"][:, None] * d["logp"] * d["mask"]).sum() / d["logp"].shape[0]
 
 
 METHODS: dict[str, Callable[[Inputs], Tensor]] = {

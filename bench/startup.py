@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import subprocess
@@ -11,7 +12,9 @@ import time
 
 COMMANDS = {
     "check grpo": ["check", "grpo"],
-    "check vaco (the slowest proof)": ["check", "vaco"],
+    "check vaco": ["check", "vaco"],
+    "check dcpo": ["check", "dcpo"],
+    "check erc": ["check", "erc"],
     "build trm_max": ["build", "trm_max"],
     "show gspo": ["show", "gspo"],
     "list": ["list"],
@@ -20,11 +23,13 @@ ROUNDS = 9
 
 
 def main() -> None:
+    # As installed: modules are compiled once, not at every start.
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as folder:
 
         def run(args: list[str]) -> float:
             start = time.perf_counter()
-            subprocess.run([sys.executable, *args], check=True, stdout=subprocess.DEVNULL, cwd=folder)
+            subprocess.run([sys.executable, *args], check=True, stdout=subprocess.DEVNULL, cwd=folder, env=env)
             return time.perf_counter() - start
 
         jobs = {"python": ["-c", "pass"]} | {name: ["-m", "lossdsl", *args] for name, args in COMMANDS.items()}

@@ -182,6 +182,22 @@ def _parser() -> argparse.ArgumentParser:
     p = add("explain", _explain, "What a diagnostic code means, with a bad and a good spec.", "lossdsl explain E0405")
     p.add_argument("code", metavar="CODE")
 
+    p = add(
+        "plan",
+        _plan,
+        "What a step from hidden states costs: passes, matrix products, bytes, and why.",
+        "lossdsl plan gspo --tokens 8192 --hidden 4096 --vocab 151936 --longest 4096",
+    )
+    p.add_argument("spec", metavar="SPEC", help="a built-in's name or a spec file")
+    p.add_argument("--tokens", type=int, required=True, help="live tokens of the batch")
+    p.add_argument("--hidden", type=int, required=True, help="width of the model")
+    p.add_argument("--vocab", type=int, required=True, help="entries of the vocabulary")
+    p.add_argument("--dtype", default="bf16", help="bf16 (the default), fp16, fp32 or fp64")
+    p.add_argument("--budget", default="128MiB", metavar="BYTES", help="of the logits buffer (default: 128MiB)")
+    p.add_argument("--longest", type=int, help="tokens of the longest answer (default: all are one answer)")
+    p.add_argument("--frozen-head", action="store_true", help="the head takes no gradient")
+    p.add_argument("--json", action="store_true", help="the plan as JSON")
+
     p = add("verify", _verify, "Is a generated file current, stale or edited by hand?", "lossdsl verify my_method.py")
     p.add_argument(
         "files",
@@ -379,6 +395,21 @@ def _verify(args: argparse.Namespace) -> int:
         for _, verdict in verdicts:
             print(verdict.message)
     return 0 if all(v.status == "current" for _, v in verdicts) else 1
+
+
+def _plan(args: argparse.Namespace) -> int:
+    sizes = (args.tokens, args.hidden, args.vocab)
+    try:
+        plan = lossdsl.plan(args.spec, *sizes, args.dtype, args.budget, args.longest, args.frozen_head)
+    except ValueError as error:
+        if isinstance(error, lossdsl.SpecError):
+            raise
+        raise _Usage(str(error)) from None
+    if args.json:
+        _print_json(plan.json())
+    else:
+        print(plan.text())
+    return 0
 
 
 # --- small things ---------------------------------------------------------------------------------------------------

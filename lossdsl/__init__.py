@@ -32,6 +32,7 @@ from .api import (
     overview,
     page,
     params,
+    plan,
     plot,
     show,
     verify,
@@ -39,6 +40,7 @@ from .api import (
 from .describe import Description, describe
 from .errors import Diagnostic, SpecError, explain, render
 from .method import Method
+from .plan import Plan
 from .specdoc import json_schema
 
 
@@ -58,6 +60,7 @@ __all__ = [
     "Description",
     "Diagnostic",
     "Method",
+    "Plan",
     "SpecError",
     "Verdict",
     "build",
@@ -81,6 +84,7 @@ __all__ = [
     "overview",
     "page",
     "params",
+    "plan",
     "plot",
     "render",
     "show",

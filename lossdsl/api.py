@@ -15,6 +15,7 @@ from .errors import Diagnostic, Source, SpecError, suggest
 from .loading import import_text
 from .method import Method, lower_spec, with_params
 from .parse import parse_expression
+from .plan import BUDGET, Plan, parse_bytes, plan_of
 from .prove import prove
 from .schedule import Schedule
 from .specdoc import SpecDoc, read_source, read_spec, texts
@@ -252,6 +253,32 @@ def show(spec: Spec, emit: str | None = None, latex: bool = False, **params: flo
                 [method_part(method), "", "# (what is the same in every module stands here)", "", class_part(method)]
             )
     raise ValueError(f"unknown stage {emit!r}; one of {', '.join(STAGES)}")
+
+
+def plan(
+    spec: Spec,
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    dtype: str = "bf16",
+    budget: int | str = BUDGET,
+    longest: int | None = None,
+    frozen_head: bool = False,
+    **params: float,
+) -> Plan:
+    """What a step of `from_hidden` costs: passes, matrix products and bytes above the inputs, beside full logits, and why.
+
+    Args:
+        tokens, hidden, vocab: live tokens, width of the model, entries of the vocabulary.
+        dtype: bf16, fp16, fp32 or fp64. budget: of the logits buffer, bytes or text such as "512MiB".
+        longest: tokens of the longest answer (default: one answer holds all). frozen_head: it takes no gradient.
+
+    Raises:
+        SpecError: as `load`.
+        ValueError: an unknown dtype, or a size that is none.
+    """
+    size = parse_bytes(budget) if isinstance(budget, str) else budget
+    return plan_of(load(spec, **params), tokens, hidden, vocab, dtype, size, longest, frozen_head)
 
 
 def dump_ast(doc: SpecDoc) -> str:

@@ -17,13 +17,14 @@ seq_mean_token_sum_norm sum
 # What means something in the generated module: its inputs, its helpers, the names its own lines use.
 _MODULE = """
 logp prox_logp mu_logp ref_logp mask advantages groups seq_ids segment_ids counts length lengths tokens logits hidden
-lm_head_weight bias temperature shift softcap max_chunk_bytes max_logits_bytes inputs rewards mu_logprobs prox_logprobs ref_logprobs
+lm_head_weight bias temperature shift max_chunk_bytes max_logits_bytes inplace
+logit_scale softcap vocab_size inputs rewards mu_logprobs prox_logprobs ref_logprobs
 mu_topk_ids mu_topk_logprobs log_pi log_prox log_mu log_ref
 compile compiled debug metrics on_missing params
 ax exp log div log_bound torch Tensor Weights PolicyLoss Loss Any float self
 lam value coef objective grads ratios limits outside
 advantage keep kept reward shape prepare needs name spec_hash rescale merge summary from_logits from_hidden
-weights distribution d_distribution centre before known PARAMS NEEDS INPUTS SUMS ADVANTAGES TOPK LOCAL_STATISTICS CHUNK SILENT
+weights distribution d_distribution centre before known live PARAMS NEEDS INPUTS SUMS ADVANTAGES TOPK LEVEL LOCAL_STATISTICS
 """
 
 # The public attributes of torch.nn.Module, which the loss is: reading `loss_fn.half` must give what it always gives.

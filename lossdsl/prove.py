@@ -53,7 +53,7 @@ def prove(method: Method) -> tuple[Method, tuple[Diagnostic, ...]]:
     found: list[tuple[Fact, ...]] = []
     # What stands on both sides may be anything: most methods agree whatever f, lambda and the conditions that they
     # share are, which takes far fewer cells to see.
-    for opaque in (_shared(objective, claim), (method.f or ir.ONE, method.normaliser), ()):
+    for opaque in (shared(*map(_parts, (objective, claim))), (method.f or ir.ONE, method.normaliser), ()):
         try:
             # with something taken as a whole one difference is enough to try again; the last try names the regions
             found = list(islice(differences(method, objective, claim, opaque), 1 if opaque else None))
@@ -76,10 +76,10 @@ def prove(method: Method) -> tuple[Method, tuple[Diagnostic, ...]]:
     return replace(method, proof=points), (warning,)
 
 
-def _shared(one: Gradient, other: Gradient) -> tuple[Node, ...]:
-    """The bounded values and the compound conditions that both gradients contain."""
-    here = set(map(id, ir.topological(one.coef, per_entry(one))))
-    both = [n for n in ir.topological(other.coef, per_entry(other)) if id(n) in here]
+def shared(left: tuple[Node, ...], right: tuple[Node, ...]) -> tuple[Node, ...]:
+    """The bounded values and compound conditions that both of two expressions contain."""
+    here = set(map(id, ir.topological(*left)))
+    both = [n for n in ir.topological(*right) if id(n) in here]
     return tuple(n for n in both if n.op in ("min", "max", "clip", "and", "or", "sqrt", "add") and holds_ratio(n))
 
 
@@ -110,18 +110,26 @@ def differences(
     """The cells in which the two gradients are not the same polynomial; none means they are proved equal."""
     bounds = {p.name.value: (p.min.value if p.min else None, p.max.value if p.max else None) for p in method.params}
     algebra = Algebra(bounds, opaque)
-    A = advantage_of(method)
-    for left, right in ((one.coef, other.coef), (per_entry(one), per_entry(other))):
-        pair = (left, right)
+    for left, right in zip(_parts(one), _parts(other), strict=True):
+        yield from differing_cells(algebra, advantage_of(method), left, right)
 
-        def evaluate(facts: tuple[Fact, ...], pair: tuple[Node, Node] = pair) -> object:
-            algebra.truth(ir.compare("<", ir.ZERO, A), facts, {})  # the sign of A first: it is how people read a method
-            return [algebra.poly(x, facts) for x in pair]
 
-        for facts in algebra.cells(evaluate):
-            difference = algebra.poly(ir.sub(left, right), facts)
-            if algebra.sign(difference, facts) != 0:
-                yield facts
+def _parts(gradient: Gradient) -> tuple[Node, Node]:
+    return gradient.coef, per_entry(gradient)
+
+
+def differing_cells(
+    algebra: Algebra, A: Node, left: Node, right: Node, start: tuple[Fact, ...] = ()
+) -> Iterator[tuple[Fact, ...]]:
+    """The cells, within those that `start` leaves, in which two expressions are not the same polynomial."""
+
+    def evaluate(facts: tuple[Fact, ...]) -> object:
+        algebra.truth(ir.compare("<", ir.ZERO, A), facts, {})  # the sign of A first: it is how people read a method
+        return algebra.poly(left, facts), algebra.poly(right, facts)
+
+    for facts in algebra.cells(evaluate, start):
+        if algebra.sign(algebra.poly(ir.sub(left, right), facts), facts) != 0:
+            yield facts
 
 
 def _side(fact: Fact, sign: dict[int, str], method: Method) -> str:

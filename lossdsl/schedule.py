@@ -15,7 +15,7 @@ from . import ir
 from .autodiff import VocabularySum
 from .axes import Axis
 from .ir import Node
-from .method import Method, advantage_of, holds_ratio
+from .method import Method, advantage_of
 from .primitives import COUNTS, depends_on_pi
 from .text import infix
 
@@ -116,38 +116,49 @@ class Schedule:
 
     @cached_property
     def level(self) -> Axis:
-        """The coarsest statistic of the current policy that a weight waits for."""
+        """The coarsest statistic of the current policy that a token's gradient waits for."""
         coarsest = Axis.TOKEN
-        for n in ir.topological(*self.method.loss_side):
-            if n.op == "reduce" and isinstance(n.attr, tuple) and n.attr[1] != "v" and holds_ratio(n) and _moves(n):
+        for n in ir.topological(*self._slopes):
+            if n.op == "reduce" and isinstance(n.attr, tuple) and n.attr[1] != "v" and _moves(n):
                 coarsest = min(coarsest, n.axis)
         return coarsest
 
-    @cached_property
-    def chunk(self) -> str:
-        """What a piece of a batch must hold whole for its weights to be known: "token", "answer" or "batch"."""
-        m = self.method
-        lambdas = [n for n in (m.normaliser, *(t.normaliser for t in m.terms)) if holds_ratio(n)]
-        sums = [x for s in m.gradient.sums for x in (s.cotangent, s.slope)]
-        knobs = [k for k in (m.T, m.f) if k is not None]
-        roots = [*knobs, m.objective, *(t.add for t in m.terms), *sums, *lambdas]
-        found = {
-            n.attr[1]
-            for n in ir.topological(*roots)
-            if n.op == "reduce" and isinstance(n.attr, tuple) and n.attr[1] != "v"
-        }
-        return "batch" if found & {"g", "b"} else "answer" if found else "token"
+    @property
+    def waits(self) -> str:
+        """ "token", "sequence" or "batch": which other tokens must be seen before a token's gradient is known."""
+        match self.level:
+            case Axis.TOKEN:
+                return "token"
+            case Axis.SEQUENCE | Axis.SEGMENT:
+                return "sequence"
+        return "batch"
 
     @cached_property
-    def silent(self) -> bool:
-        """Whether a token whose advantage is 0 has neither value nor gradient, nor a part in any other token's."""
+    def live(self) -> tuple[Node, ...]:
+        """Conditions known before the forward; where one fails, a token has neither value nor gradient.
+
+        Empty where there are none, or where a token's gradient waits for those of other answers.
+        """
+        if self.waits == "batch":
+            return ()
         m = self.method
+        values = [m.objective, *(t.add for t in m.terms)]
+        found: dict[Node, None] | None = None
+        for root in (*values, *self._slopes):
+            conditions = _zero_unless(root)
+            if conditions is not None:
+                found = conditions if found is None else {c: None for c in found if c in conditions}
+        return tuple(found or ())
 
-        def zero(n: Node) -> Node | None:
-            return ir.ZERO if n is advantage_of(m) else None
+    @property
+    def leaving(self) -> tuple[str, ...]:
+        """In words: the rows that need not be computed."""
+        return ("masked", *(infix(ir.logical_not(n), self.method.hints, 90) for n in self.live))
 
-        parts = [m.objective, *(t.add for t in m.terms), m.gradient.coef, *(s.cotangent for s in m.gradient.sums)]
-        return self.chunk != "batch" and all(ir.rewrite(part, zero) is ir.ZERO for part in parts)
+    @property
+    def _slopes(self) -> tuple[Node, ...]:
+        gradient = self.method.gradient
+        return (gradient.coef, *(t.cotangent for t in gradient.sums))
 
     @property
     def passes(self) -> str:
@@ -157,7 +168,7 @@ class Schedule:
                 return "one"
             case Axis.SEQUENCE | Axis.SEGMENT:
                 return "one, in chunks of whole answers where they fit, else two"
-        return "two"
+        return "one where the batch is one chunk, else two"
 
     @cached_property
     def local_statistics(self) -> str | None:
@@ -225,6 +236,7 @@ class Schedule:
             *([f"  centring: {infix(self.centre.node, {}, 90)}"] if self.centre else []),
             f"  top-k distribution of mu: {'sound' if self.topk else 'not sound' if 'mu' in self.distributions else 'not read'}",
             f"weights known per: {self.level}",
+            f"rows left out at once: {' or '.join(self.leaving)}",
             f"passes: {self.passes}",
             f"sharded answers: {'all-reduce ' + ', '.join(self._answer_statistics) if self._answer_statistics else 'nothing to reduce'}",
             f"sharded vocabulary: all-reduce {', '.join(['log-sum-exp', 'log-prob of the sampled token', *self._sums_text])}",
@@ -258,6 +270,49 @@ def _reads(node: Node, policy: str) -> bool:
 
 def _moves(node: Node) -> bool:
     return any("pi" in _policies(leaf) for leaf in ir.leaves(node)) or depends_on_pi(node)
+
+
+def _zero_unless(node: Node) -> dict[Node, None] | None:
+    """Conditions known before the forward, without any one of which the value is 0; None: it is always 0."""
+    if node is ir.ZERO:
+        return None
+    match node.op:
+        case "mul":
+            parts = [_zero_unless(a) for a in node.args]
+            return None if None in parts else {c: None for p in parts if p is not None for c in p}
+        case "div" | "neg" | "sg" | "abs":
+            return _zero_unless(node.args[0])
+        case "add" | "sub" | "min" | "max":
+            return _both([_zero_unless(a) for a in node.args])
+        case "where":
+            condition, then, other = node.args
+            sides = []
+            for side, met in ((then, condition), (other, ir.logical_not(condition))):
+                inside = _zero_unless(side)
+                sides.append(None if inside is None else inside | dict.fromkeys(_known_parts(met)))
+            # A condition of one side alone says nothing unless the other side is 0.
+            return _both(sides)
+        case "input" if node.attr not in COUNTS:
+            return {ir.compare("!=", node, ir.ZERO): None}
+    return {}
+
+
+def _both(parts: list[dict[Node, None] | None]) -> dict[Node, None] | None:
+    real = [p for p in parts if p is not None]
+    return {c: None for c in real[0] if all(c in p for p in real)} if real else None
+
+
+def _known_parts(condition: Node) -> list[Node]:
+    """Those conjuncts of a condition that no distribution over the vocabulary and nothing of the current policy enters."""
+    if condition.op == "and":
+        return [c for a in condition.args for c in _known_parts(a)]
+    if condition.op == "not" and condition.args[0].op == "or":
+        return [c for a in condition.args[0].args for c in _known_parts(ir.logical_not(a))]
+    inside = ir.topological(condition)
+    known = not _moves(condition) and not any(n.axis is Axis.VOCAB for n in inside)
+    plain = all(n.op != "reduce" or (isinstance(n.attr, tuple) and n.attr[1] in "ts") for n in inside)
+    plain &= not any(n.op == "input" and n.attr in COUNTS for n in inside)
+    return [condition] if known and plain and condition.op not in ("true", "false") else []
 
 
 Degree = tuple[str, int]

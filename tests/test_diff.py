@@ -13,7 +13,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from helpers import method
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_fuzz import GROUP, SEQUENCE, TOKEN, VOCAB, expressions
 
@@ -380,6 +380,8 @@ def test_a_random_weight_equals_itself_and_the_claims_about_its_double_hold(f: s
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(expressions([*TOKEN, *SEQUENCE, *VOCAB]))
+@example("-(sigmoid((r if 2 < r else pi)))")
+@example("1[log(r) in [log(0.5), len / 7)] * sigmoid(r)")
 def test_a_random_weight_equals_its_simplified_self(f: str) -> None:
     """The rewrites of the emitter keep the meaning, so no diff may tell the two apart."""
     try:

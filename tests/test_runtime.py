@@ -435,6 +435,28 @@ def test_a_sampler_log_prob_that_is_missing(missing: float, batch: dict[str, Ten
     assert "prox_logp" in refused(Band(compile=False, on_missing="drop"), batch, prox_logp=other)
 
 
+@pytest.mark.parametrize("method", [Clip, Product])
+def test_what_comes_from_above_scales_the_gradient_and_nothing_else(
+    method: type[PolicyLoss], batch: dict[str, Tensor]
+) -> None:
+    """loss.backward() hands the gradient over as it is: what is done to it then is not seen by the next backward."""
+    _, once = call(method(compile=False), batch)
+    given = {k: x for k, x in batch.items() if k in ("mask", *method(compile=False).needs)}
+    for scale in (1.0, -0.5, 0.0):
+        x = batch["logp"].clone().requires_grad_()
+        (method(compile=False)(x, **given).loss * scale).backward()
+        assert x.grad is not None and torch.allclose(x.grad, once["x"] * scale, rtol=1e-12, atol=0)
+    x = batch["logp"].clone().requires_grad_()
+    loss = method(compile=False)(x, **given).loss
+    for _ in range(3):
+        x.grad = None
+        loss.backward(retain_graph=True)
+        assert x.grad is not None and torch.equal(x.grad, once["x"])
+        x.grad.mul_(7.0)  # clipping does that
+    loss.backward(retain_graph=True)
+    assert torch.allclose(x.grad, 8 * once["x"], rtol=1e-12, atol=0)
+
+
 # --- metrics ------------------------------------------------------------------------------------------------------------------------------
 
 

@@ -285,3 +285,39 @@ def test_compiled_rows_are_the_eager_ones(name: str, batch: dict[str, Tensor]) -
     for given in variants:
         (a, x), (b, y) = of(compiled, given), of(eager, given)
         assert a == pytest.approx(b, abs=1e-12) and torch.allclose(x, y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("name", ["token_tis", "score_centering"])
+def test_the_gradient_may_be_written_over_the_logits(name: str, shift: bool, batch: dict[str, Tensor]) -> None:
+    """The same gradient, in the logits' own memory, whatever the chunks; the graph cannot be walked again."""
+    loss_fn = instance(name)
+    given = {
+        k: v for k, v in batch.items() if k not in ("logits", "tokens") and (k != "mu_logprobs" or k in loss_fn.needs)
+    }
+    _, wanted = of(loss_fn, batch, shift=shift)
+    for size in (1, 200, 10**9):
+        z = batch["logits"].clone().requires_grad_()
+        logits = z * 1.0
+        loss = loss_fn.from_logits(
+            logits, batch["tokens"], shift=shift, inplace=True, max_chunk_bytes=size, **given
+        ).loss
+        loss.backward(retain_graph=True)
+        assert torch.allclose(z.grad, wanted, rtol=0, atol=1e-14)  # type: ignore[arg-type]
+        assert torch.equal(logits.detach(), z.grad)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_in_place_is_refused_where_the_logits_are_needed_again(batch: dict[str, Tensor]) -> None:
+    """By us where that can be seen at once, by autograd where another step of the graph needs them."""
+    loss_fn = instance("token_tis")
+    given = {k: v for k, v in batch.items() if k not in ("logits", "tokens", "mu_logprobs")} | {"inplace": True}
+    z = batch["logits"].clone().requires_grad_()
+    with pytest.raises(ValueError, match="leaf"):
+        loss_fn.from_logits(z, batch["tokens"], **given)
+    with pytest.raises(ValueError, match="contiguous"):
+        loss_fn.from_logits((z * 1.0).transpose(0, 1).contiguous().transpose(0, 1), batch["tokens"], **given)
+    capped = torch.exp(z)  # its own backward needs its value
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss_fn.from_logits(capped, batch["tokens"], **given).loss.backward()

@@ -6,14 +6,12 @@ Equal is said only where the difference is the zero polynomial in every cell tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 
 from .. import ir
 from ..algebra import Algebra, Fact, GiveUp, Split
-from ..axes import Axis
 from ..ir import Node
-from ..method import holds_ratio
+from ..prove import differing_cells, shared
 from .side import Side
 
 
@@ -40,25 +38,18 @@ class Equality:
 
     def _equal(self, left: Node, right: Node) -> bool:
         # What stands on both sides may be anything; that takes far fewer cells to see, and often suffices.
-        for opaque in (_shared(left, right), ()):
+        for opaque in (shared((left,), (right,)), ()):
             try:
-                if not any(self._differing(left, right, opaque)):
+                if not self._differ(left, right, opaque):
                     return True
             except GiveUp:
                 continue
         return False
 
-    def _differing(self, left: Node, right: Node, opaque: tuple[Node, ...]) -> Iterator[bool]:
+    def _differ(self, left: Node, right: Node, opaque: tuple[Node, ...]) -> bool:
         algebra = Algebra(self._bounds, opaque)
         A = self.sides[0].A
-
-        def evaluate(facts: tuple[Fact, ...]) -> object:
-            algebra.truth(ir.compare("<", ir.ZERO, A), facts, {})  # the sign of A first: most methods ask it
-            return algebra.poly(left, facts), algebra.poly(right, facts)
-
-        for start in self._starts(algebra):
-            for facts in algebra.cells(evaluate, start):
-                yield algebra.sign(algebra.poly(ir.sub(left, right), facts), facts) != 0
+        return any(True for start in self._starts(algebra) for _ in differing_cells(algebra, A, left, right, start))
 
     def _starts(self, algebra: Algebra) -> list[tuple[Fact, ...]]:
         """The assumptions as facts; each way of meeting `<=` is a start of its own."""
@@ -72,10 +63,3 @@ class Equality:
                 continue  # one assumption less proves less, never too much
             options.append([fact for fact in facts if fact is not None])
         return [facts for facts in product(*filter(None, options)) if algebra.feasible(facts)]
-
-
-def _shared(left: Node, right: Node) -> tuple[Node, ...]:
-    """The bounded values and compound conditions that both expressions contain."""
-    here = set(map(id, ir.topological(left)))
-    both = [n for n in ir.topological(right) if id(n) in here and n.axis is not Axis.VOCAB]
-    return tuple(n for n in both if n.op in ("min", "max", "clip", "and", "or", "sqrt", "add") and holds_ratio(n))

@@ -9,7 +9,7 @@ still. Drift and bias are exact expectations over all answers of two tokens unde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 
 from .. import ir
 from ..axes import Axis
+from ..method import Method, lower_spec
 from ..reference import Array, Batch, evaluate, per_token
 from ..schedule import Schedule
 from .assume import Assumption, assume
@@ -215,9 +216,7 @@ def bias_norm(side: Side, spread: float, seed: int) -> float:
 
 
 @cache
-def _log_likelihood() -> Any:
-    from ..method import lower_spec
-
+def _log_likelihood() -> Method:
     return lower_spec(blank())
 
 
@@ -226,7 +225,7 @@ def _reinforce(side: Side) -> Side:
     return Side("", _log_likelihood(), side.assumption, side.token_A)
 
 
-def when_zero(side: Side, norm: Any, words: tuple[str, str]) -> str:
+def when_zero(side: Side, norm: Callable[[Side, float, int], float], words: tuple[str, str]) -> str:
     """`zero`, `zero if c = 1`, `zero on-policy only`, or never: the mildest assumption under which a norm vanishes."""
     for extra, text in (("", ""), ("c = 1", " if c = 1"), ("on_policy", " on-policy only")):
         assumption = _with(side.assumption, extra)

@@ -188,7 +188,7 @@ def _without_logs(comparison: Node) -> Node | None:
 
 def _exponential(node: Node) -> Node | None:
     """The x > 0 of which a node is the log, where it is plain to see."""
-    if node.op == "log" and isinstance(node.args[0].attr, Fraction) and node.args[0].attr > 0:
+    if node.op in ("log", "log_bound") and isinstance(node.args[0].attr, Fraction) and node.args[0].attr > 0:
         return node.args[0]
     return ir.exp(node) if node.op in ("logratio", "logp", "sub", "reduce") else None
 

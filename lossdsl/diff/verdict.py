@@ -18,6 +18,7 @@ from ..ir import Node
 from ..reference import Array, Batch, evaluate, per_token
 from ..samples import sample_batch
 from .assume import Assumption
+from .branches import Branches
 from .equality import Equality
 from .probes import edges, probes
 from .side import Side
@@ -160,14 +161,26 @@ def find_witness(sides: tuple[Side, Side]) -> tuple[int, Witness | None]:
 
 
 def on_a_bound(sides: tuple[Side, Side]) -> Witness | None:
-    """A token exactly on a bound at which the gradients differ."""
+    """A token exactly on a bound at which the gradients differ.
+
+    The last bit of a logarithm must not decide: the branches that count as taken there are those of an exact tie.
+    """
     found = edges(sides)
     if found is None:
         return None
     batch, _ = found
+    values = sides[1].values | sides[0].values
     size = np.abs(np.asarray(batch.values["A"]))
-    signed = (replace(batch, values={**batch.values, "A": sign * size}) for sign in (1.0, -1.0))
-    return next((w for w in (compare(sides, b) for b in signed) if w is not None), None)
+    for sign in (1, -1):
+        branches = [Branches(side.weight(sign), batch, values) for side in sides]
+        for t in range(len(batch.seq)):
+            one, other = (float(per_token(b.piece(t)[0], batch, values)[t]) for b in branches)
+            if apart(np.asarray(one), np.asarray(other)):
+                signed = replace(batch, values={**batch.values, "A": sign * size})
+                witness = compare(sides, signed)
+                if witness is not None:
+                    return witness
+    return None
 
 
 def _batches(sides: tuple[Side, Side]) -> Iterator[Batch]:

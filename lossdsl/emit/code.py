@@ -190,6 +190,9 @@ class Code:
                 return f"-torch.expm1({self.ref(node.args[1].args[0])})", UNARY  # 1 - e**x, exact for x near 0
             case "where":
                 return self._where(node), ATOM
+            case "not" if node.args[0].op == "eq":
+                a, b = node.args[0].args
+                return f"{self.ref(a, SUM)} != {self.ref(b, SUM)}", COMPARE
             case "div" if _number(node.args[1]) is not None:
                 return f"{self.ref(node.args[0], PRODUCT)} / {self.ref(node.args[1], UNARY)}", PRODUCT
         primitive = PRIMITIVES[node.op]

@@ -76,9 +76,8 @@ def class_part(method: Method) -> str:
         "ADVANTAGES": repr(schedule.advantages),
         "SUMS": _tuple(emitter.sum_names.values()),
         "TOPK": repr(schedule.topk),
+        "LEVEL": repr(schedule.waits),
         "LOCAL_STATISTICS": repr(schedule.local_statistics),
-        "CHUNK": repr(schedule.chunk),
-        "SILENT": repr(schedule.silent),
     }
     lines += [f"    {key} = {text}".replace("'", '"') for key, text in facts.items()]
     lines += [f"    {'kept' if name == 'keep' else name} = staticmethod({name})" for name in functions]

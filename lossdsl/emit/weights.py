@@ -7,7 +7,7 @@ from ..axes import Axis
 from ..ir import Node
 from ..limits import limiters
 from ..method import defaults_range, holds_ratio
-from ..primitives import interval
+from ..primitives import UNARY, interval
 from ..schedule import POLICY_INPUTS, Schedule
 from ..simplify import simplify
 from .code import Code, safe_name
@@ -29,6 +29,8 @@ class Emitter:
         """name -> source text; only those that the method has."""
         weights = self.weights()
         found = ({"before": self.before()} if self.known else {}) | {"weights": weights}
+        if self.schedule.live:
+            found["live"] = self.live()
         plain = list(self.schedule.vocabulary_sums)
         if plain:
             found["distribution"] = self.distribution()
@@ -125,6 +127,18 @@ class Emitter:
         return "\n".join(
             [self._signature("before", ["ax"], arguments), doc, *lines, f"    return {{{', '.join(entries)}}}"]
         )
+
+    def live(self) -> str:
+        """Which tokens can have a value or a gradient, as far as that is known before the forward."""
+        nodes = simplify(self.schedule.live, self.hints, self.origin)
+        arguments = self._arguments(nodes)
+        code = Code(arguments, self.hints, "A", self._line)
+        code.count(*nodes)
+        text = " & ".join(code.ref(node, UNARY if len(nodes) > 1 else 0) for node in nodes)
+        text = f"ax.any_t({text})" if self.schedule.waits == "sequence" else text
+        doc = '    """Whether a token can have a value or a gradient, as far as is known before the forward."""'
+        lines = [f"    {line}" for line in code.lines]
+        return "\n".join([self._signature("live", ["ax"], arguments), doc, *lines, f"    return {text}"])
 
     def _ratios(self) -> dict[str, Node]:
         """Every ratio the method reads, as a log: per token, and the products and geometric means it forms of them."""

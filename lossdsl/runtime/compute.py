@@ -61,6 +61,19 @@ def _answers(ax: Any, tensors: dict[str, Tensor], packed: bool) -> Tensor:
     return torch.cat([ids, ids.new_full((1,), -1)]).amax() + 1
 
 
+def _live(cls: Any, packed: bool, dtype: torch.dtype, tensors: dict[str, Tensor], params: dict[str, Tensor]) -> Tensor:
+    """Which tokens can have a value or a gradient, as far as is known before the forward; in the tokens' shape."""
+    ax = _layout(tensors, packed, dtype)
+    read = ("advantages", *cls.INPUTS, *_POLICY)
+    values: dict[str, Any] = {"ax": ax, "length": ax.length} | params
+    for key in read:
+        if key in tensors:
+            x = tensors[key].to(dtype)
+            values["A" if key == "advantages" else key] = x[:, None] if x.dim() == 1 and not packed else x
+    found: Tensor = cls.live(**{k: values[k] for k in cls._arguments["live"]})
+    return found.expand(tensors["mask"].shape)
+
+
 def _compute(
     cls: Any,
     options: tuple[bool, bool, str, bool],
@@ -77,21 +90,20 @@ def _compute(
     dtype = torch.float64 if logp.dtype is torch.float64 else torch.float32
     ax = _layout(tensors, packed, dtype)
     mask = ax.mask
-    known = {k.removeprefix("known:"): x for k, x in tensors.items() if k.startswith("known:")}
-    if known:  # these tokens are a piece of a batch, which decided its lengths and counts
-        ax.length, ax.first = known["length"], known["first"]
     logps = {"logp": logp.to(dtype)} | {k: tensors[k].to(dtype) for k in _POLICY if k in tensors}
-    logps = {k: torch.where(ax.length > 0, x, 0.0) for k, x in logps.items()}
+    plain = ("advantages", "entropy", *cls.SUMS, *cls.INPUTS)
+    others = {k: tensors[k].to(dtype) for k in plain if k in tensors}
+    if not packed and (metrics or others.get("advantages", mask).shape == mask.shape):
+        # Every value then belongs to a row, and all that is read off it stays in one loop over rows.
+        logps = {k: torch.where(ax.length > 0, x, 0.0) for k, x in logps.items()}
     live = mask
     if on_missing != "error" and "mu_logp" in logps:
         missing = ~torch.isfinite(logps["mu_logp"])
         logps["mu_logp"] = torch.where(missing, logps.get("prox_logp", logps["logp"]), logps["mu_logp"])
         live = mask & ~missing if on_missing == "drop" else mask
-    plain = ("advantages", "entropy", *cls.SUMS, *cls.INPUTS)
-    others = {k: tensors[k].to(dtype) for k in plain if k in tensors}
     values: dict[str, Any] = {k: x[:, None] if x.dim() == 1 and not packed else x for k, x in others.items()}
     values["A"] = values.pop("advantages", None)
-    values |= {"ax": ax} | (known or _before(cls, ax, packed, dtype, tensors, params)) | logps | params
+    values |= {"ax": ax} | _before(cls, ax, packed, dtype, tensors, params) | logps | params
     w: Weights = cls.weights(**{k: values[k] for k in cls._arguments["weights"]})
     read = [values["A" if k == "advantages" else k] for k in others]
     sound = _poison(list(logps.values()), read) if checking else 0.0

@@ -156,14 +156,14 @@ def _check_ids(given: Mapping[str, Tensor], like: Tensor) -> None:
 
 def _check_rows(
     given: Mapping[str, Tensor],
-    logits: Tensor,
+    vocab: int,
     tokens: Tensor,
     temperature: float | Tensor,
     shift: bool,
     values: bool,
 ) -> None:
-    """What the logits entry reads besides: always shapes and dtypes, and the values too where asked."""
-    live, vocab = given["mask"], logits.shape[-1]
+    """What the entries from logits and hidden states read besides: always shapes and dtypes, and the values too where asked."""
+    live = given["mask"]
     if tokens.is_floating_point() or tokens.dtype is torch.bool:
         raise ValueError(f"tokens must be integer ids, not {tokens.dtype}")
     t = temperature if isinstance(temperature, Tensor) else None
@@ -183,7 +183,7 @@ def _check_rows(
     distributions = {k: x for k, x in given.items() if k.endswith("_logprobs")}
     for key, x in distributions.items():
         if x.shape[-1] != vocab and key != "mu_topk_logprobs":
-            raise ValueError(f"{key} has {x.shape[-1]} columns, the logits {vocab}")
+            raise ValueError(f"{key} has {x.shape[-1]} columns, the vocabulary {vocab}")
     if not values or not live.any():
         return
     if shift:

@@ -271,7 +271,7 @@ class Padded(Layout):
         return torch.where(self.mask, _wide(x), 0.0).sum(-1, keepdim=True)
 
     def mean_t(self, x: Tensor) -> Tensor:
-        return div(self.sum_t(x), self.length)
+        return _kept(div(self.sum_t(x), self.length))
 
     def max_t(self, x: Tensor) -> Tensor:
         return torch.where(
@@ -289,9 +289,13 @@ class Padded(Layout):
         return torch.sqrt(div(square, torch.clamp(self.length - ddof, min=0.0)))
 
     def quantile_t(self, x: Tensor, q: Any) -> Tensor:
-        rows = torch.arange(self.mask.shape[0], device=x.device)[:, None].expand(self.mask.shape)
-        by_row = Segments(rows.reshape(-1) * self.mask.shape[1], self.mask.reshape(-1))
-        return by_row.quantile(x.expand(self.mask.shape).reshape(-1), q).reshape(self.mask.shape)
+        if not self.mask.shape[1]:
+            return torch.zeros_like(self.length)
+        ranked = torch.where(self.mask, x, math.inf).sort(-1).values
+        at = q * torch.clamp(self.length - 1, min=0.0)
+        low, high = at.floor(), at.ceil()
+        a, b = (ranked.gather(-1, i.long()) for i in (low, high))
+        return torch.where(self.first, a + (at - low) * (b - a), 0.0)
 
 
 class Packed(Layout):

@@ -51,18 +51,17 @@ class _Rows:
         shift: bool,
         given: Mapping[str, Tensor],
         max_bytes: int,
+        inplace: bool = False,
     ) -> None:
-        self.loss, self.shape = loss, logits.shape
+        self.loss, self.shape, self.inplace = loss, logits.shape, inplace
         self.dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
         n, vocab = tokens.numel(), logits.shape[-1]
         self.skip = int(shift and n > 0)  # the first token has no row, the last row no token
-
-        found = _row_inputs(loss, tokens, temperature, given, self.dtype, logits.device)
+        found = _row_inputs(loss, tokens, temperature, given, self.dtype)
         self.tensors = {k: x[self.skip :] if x.dim() else x for k, x in found.items()}
         self.tensors["logits"] = logits.detach().reshape(n, vocab)[: n - self.skip]
-        read = found.keys() & {"A", *loss.INPUTS, "log_mu", "log_prox", "log_ref"}
         # Compiled, a row that reads nothing but its own logits leaves no temporaries: one chunk.
-        fused = loss.compiled and not read
+        fused = loss.compiled and not any(x.startswith("log_") for x in _read(loss))
         self.step = max(1, n if fused else max_bytes // max(vocab * self.dtype.itemsize, 1))
 
     def _chunks(self, tensors: Mapping[str, Tensor]) -> list[tuple[slice, dict[str, Tensor]]]:
@@ -75,16 +74,11 @@ class _Rows:
             found.append((at, {k: x[at] if x.dim() else x for k, x in tensors.items()}))
         return found
 
-    def _run(self, function: Callable[..., Any], rows: dict[str, Tensor]) -> Any:
-        params = self.loss._tensors_on(rows["logits"].device, self.dtype)
-        with torch.no_grad():
-            return self.loss._compile((function, rows["logits"].dtype), function)(rows, params)
-
     def forward(self) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """log pi of the sampled tokens, the sums over the vocabulary and the centring term, in the tokens' shape."""
         parts: dict[str, list[Tensor]] = {}
         for _, rows in self._chunks(self.tensors):
-            for name, x in self._run(_rows_forward, rows).items():
+            for name, x in _run(self.loss, _rows_forward, rows).items():
                 parts.setdefault(name, []).append(x)
         zero = torch.zeros(self.skip, 1, dtype=self.dtype, device=self.tensors["logits"].device)
         if not parts:
@@ -106,32 +100,39 @@ class _Rows:
         return tuple(given), tuple(given.values())
 
     def backward(self, tensors: dict[str, Tensor]) -> Tensor:
-        """d loss / d logits, in their dtype."""
+        """d loss / d logits, in their dtype; `inplace`, written over them."""
         logits = tensors["logits"]
-        chunks, found = self._chunks(tensors), logits.new_empty(0, logits.shape[1])
-        if len(chunks) > 1 or self.skip:
-            found = logits.new_zeros(logits.shape[0] + self.skip, logits.shape[1])
-        for at, rows in chunks:
-            dense, sparse = self._run(_rows_backward, rows)
-            for places, values in sparse:
-                dense[torch.arange(len(places), device=places.device)[:, None], places] = values.to(dense.dtype)
-            if len(chunks) > 1 or self.skip:
-                found[at] = dense
-            else:
-                found = dense
-        return found.reshape(self.shape)
+        shape = (logits.shape[0] + self.skip, logits.shape[1])
+        whole = logits.as_strided(shape, logits.stride()) if self.inplace else logits.new_empty(shape)
+        whole[shape[0] - self.skip :] = 0  # the last row scores nothing
+        for at, rows in self._chunks(tensors):
+            _write(self.loss, rows, rows["logits"] if self.inplace else whole[at])
+        return whole.reshape(self.shape)
+
+
+def _check_inplace(logits: Tensor) -> None:
+    """Whether their gradient may be written over the logits: they are a step of the graph, whole, and nobody traces it."""
+    if logits.is_leaf and logits.requires_grad:
+        raise ValueError("inplace=True would overwrite logits that are a leaf of the graph: pass what a model computed")
+    if not logits.is_contiguous():
+        raise ValueError(
+            "inplace=True needs contiguous logits: a view with gaps, or a repeated row, has no room for them"
+        )
+    if torch.compiler.is_compiling():
+        raise ValueError("inplace=True is not for use inside torch.compile: the compiler plans its memory itself")
+
+
+def _read(loss: Any) -> set[str]:
+    """What the functions of the vocabulary read besides pi."""
+    read = {a for part in ("distribution", "d_distribution", "centre") for a in loss._arguments[part]}
+    return read & {"log_mu", "log_prox", "log_ref", "A", *loss.INPUTS}
 
 
 def _row_inputs(
-    loss: Any,
-    tokens: Tensor,
-    temperature: float | Tensor,
-    given: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    device: torch.device,
+    loss: Any, tokens: Tensor, temperature: float | Tensor, given: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """What a row of logits comes with, one row per token of the flattened batch; numbers stay numbers."""
-    n = tokens.numel()
+    """What belongs to each token besides its logits, [n, 1] or [n, columns]; 0-dim where it is the same for all."""
+    n, read = tokens.numel(), _read(loss)
 
     def per_token(x: Tensor, *columns: int) -> Tensor:
         x = x if x.dim() == 0 or x.shape[: tokens.dim()] == tokens.shape else x[:, None].expand(tokens.shape)
@@ -139,10 +140,9 @@ def _row_inputs(
 
     live = per_token(given["mask"])
     found = {"live": live, "tokens": torch.where(live, per_token(tokens), 0).long()}
-    t = temperature if isinstance(temperature, Tensor) else torch.full((), temperature, dtype=dtype, device=device)
-    t = t.to(device, dtype)
+    t = temperature if isinstance(temperature, Tensor) else torch.full((), temperature, dtype=dtype)
+    t = t.to(tokens.device, dtype)
     found["inverse_t"] = torch.where(live, 1 / per_token(t), 0.0) if t.dim() else 1 / t
-    read = {a for part in ("distribution", "d_distribution", "centre") for a in loss._arguments[part]}
     for policy in ("mu", "prox", "ref"):
         x, ids = given.get(f"{policy}_logprobs"), given.get("mu_topk_ids") if policy == "mu" else None
         if f"log_{policy}" not in read:
@@ -157,6 +157,40 @@ def _row_inputs(
         if name in read and x is not None:
             found[name] = per_token(x.to(dtype)) if x.dim() else x.detach().to(dtype)
     return found
+
+
+def _run(loss: Any, function: Callable[..., Any], rows: dict[str, Tensor], key: Any = None) -> Any:
+    """One function of a chunk of rows; a single row, which torch.compile would make a program of its own for, runs as it is."""
+    logits = rows["logits"]
+    dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
+    params = loss._tensors_on(logits.device, dtype)
+    with torch.no_grad():
+        if logits.shape[0] == 1 and not torch.compiler.is_compiling():
+            return function(type(loss), rows, params)
+        return loss._compile((function, logits.dtype, *rows, key), function)(rows, params)
+
+
+def _write(loss: Any, rows: dict[str, Tensor], into: Tensor) -> None:
+    """d loss / dz of a chunk, written into a tensor that may be its logits."""
+    own = into is rows["logits"]
+    for places, values in _run(loss, _rows_backward, rows if own else rows | {"into": into}):
+        into[torch.arange(len(places), device=places.device)[:, None], places] = values.to(into.dtype)
+
+
+def _scores(rows: Mapping[str, Tensor], logits: Tensor) -> Tensor:
+    """What the softmax is taken of: scaled, soft-capped, divided by the temperature."""
+    z = logits.to(rows["inverse_t"].dtype)
+    z = z * rows["logit_scale"] if "logit_scale" in rows else z
+    z = rows["softcap"] * torch.tanh(z / rows["softcap"]) if "softcap" in rows else z
+    return z * rows["inverse_t"]
+
+
+def _slope(rows: Mapping[str, Tensor], logits: Tensor) -> Tensor:
+    """d score / d logit."""
+    slope, z = rows["inverse_t"], logits.to(rows["inverse_t"].dtype)
+    if "logit_scale" in rows:
+        slope, z = slope * rows["logit_scale"], z * rows["logit_scale"]
+    return slope * (1 - torch.tanh(z / rows["softcap"]) ** 2) if "softcap" in rows else slope
 
 
 def _columns(cls: Any, rows: Mapping[str, Tensor], params: Mapping[str, Tensor], log_pi: Tensor) -> dict[str, Any]:
@@ -201,7 +235,7 @@ def _head(d: Tensor, columns: Mapping[str, Tensor], rows: Mapping[str, Tensor]) 
 def _rows_forward(cls: Any, rows: dict[str, Tensor], params: dict[str, Tensor]) -> dict[str, Tensor]:
     """log pi of the sampled token, the log-normaliser, the sums over the vocabulary and the centring term of each row."""
     live, dtype = rows["live"], rows["inverse_t"].dtype
-    z = rows["logits"].to(dtype) * rows["inverse_t"]  # whatever a dead row holds stays in that row
+    z = _scores(rows, rows["logits"])  # whatever a dead row holds stays in that row
     lse = torch.where(live, torch.logsumexp(z, -1, keepdim=True), 0.0)
     found = {"logp": torch.where(live, z.gather(1, rows["tokens"]) - lse, 0.0), "lse": lse}
     if cls.distribution is None and cls.centre is None:
@@ -215,18 +249,19 @@ def _rows_forward(cls: Any, rows: dict[str, Tensor], params: dict[str, Tensor]) 
     return found
 
 
-def _rows_backward(
-    cls: Any, rows: dict[str, Tensor], params: dict[str, Tensor]
-) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """d loss / dz = (D - pi * sum_v D(v)) / temperature of each row, where D(v) = d loss / d log pi(v).
+def _rows_backward(cls: Any, rows: dict[str, Tensor], params: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """d loss / dz = (D - pi * sum_v D(v)) * d score / dz of each row, where D(v) = d loss / d log pi(v).
 
-    First its dense part; then the few places of a row that have more than that, with their whole value: it is formed in
-    float32 and rounded once.
+    Its dense part is written into `into` (else over the logits); returned are the few places of a row that have more than
+    that, with their whole value: it is formed in float32 and rounded once.
     """
-    live, inverse_t, coef, tokens = (rows[k] for k in ("live", "inverse_t", "d:logp", "tokens"))
+    live, coef, tokens = (rows[k] for k in ("live", "d:logp", "tokens"))
 
     def log_pi(z: Tensor) -> Tensor:
-        return z.to(inverse_t.dtype) * inverse_t - rows["lse"]
+        return _scores(rows, z) - rows["lse"]
+
+    def scale(z: Tensor) -> Tensor:
+        return _slope(rows, z) * rows["upstream"] if "upstream" in rows else _slope(rows, z)
 
     sums = {k.removeprefix("d:"): g for k, g in rows.items() if k.startswith("d:") and k != "d:logp"}
     d: Tensor | None = None
@@ -240,19 +275,21 @@ def _rows_backward(
         assert d is not None
         d = _head(d, columns, rows)
     total = coef if d is None else coef + d.sum(-1, keepdim=True)
-    scale = rows["upstream"] * inverse_t
-    dense = log_pi(rows["logits"]).exp() * -(total * scale)
+    logits, slope = rows["logits"], scale(rows["logits"])
+    dense = log_pi(logits).exp() * -(total * slope)
     if d is not None and "ids" not in rows:
-        dense = dense + d * scale
-    dense = torch.where(live, dense, 0.0).to(rows["logits"].dtype)
+        dense = dense + d * slope
 
     def at(places: Tensor, extra: Tensor) -> tuple[Tensor, Tensor]:
-        pi = log_pi(rows["logits"].gather(1, places)).exp()
-        return places, torch.where(live, (extra - pi * total) * scale, 0.0)
+        z = logits.gather(1, places)
+        return places, torch.where(live, (extra - log_pi(z).exp() * total) * scale(z), 0.0)
 
     if d is None:
-        return dense, [at(tokens, coef)]
-    if "ids" not in rows:
-        return dense, [at(tokens, coef + d.gather(1, tokens))]
-    ids = torch.where(live, rows["ids"], 0)
-    return dense, [at(ids, d), at(tokens, coef + torch.where(ids == tokens, d, 0.0).sum(-1, keepdim=True))]
+        sparse = [at(tokens, coef)]
+    elif "ids" not in rows:
+        sparse = [at(tokens, coef + d.gather(1, tokens))]
+    else:
+        ids = torch.where(live, rows["ids"], 0)
+        sparse = [at(ids, d), at(tokens, coef + torch.where(ids == tokens, d, 0.0).sum(-1, keepdim=True))]
+    rows.get("into", logits).copy_(torch.where(live, dense, 0.0))
+    return sparse

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from .compute import _compute
-from .hidden import _Hidden
+from .hidden import _check_head, _default_bytes, _diagnose_head, _hidden_op
 from .inputs import _check_ids, _check_rows, _diagnose, _read_counts, _read_inputs
 from .layouts import Answers, div
-from .logits import _FromRows, _Rows
+from .logits import _check_inplace, _FromRows, _Rows
 from .metrics import Output, Prepared, Weights
 
 # === body ===
@@ -26,18 +26,19 @@ class _Known(torch.autograd.Function):
     """A scalar whose gradient is known: backward only scales it by what comes from above."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, n: int, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors[n:])  # the first n are the inputs, the rest their gradients
-        return loss.clone()
+    def forward(ctx: Any, known: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
+        loss, *gradients = known  # one for each input
+        ctx.save_for_backward(*gradients)
+        return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        (scale,) = upstream
+        (scale,), gradients = upstream, ctx.saved_tensors  # read once: a checkpoint unpacks them once
         free = scale.device.type == "cpu" and not torch.compiler.is_compiling()  # to look at its value
         unscaled = free and scale.item() == 1  # loss.backward(): the gradient is ready
-        found = (g if unscaled else (scale * g).to(g.dtype) for g in ctx.saved_tensors)
-        return (None, None, *found, *(None for _ in ctx.saved_tensors))
+        found = (g if unscaled else (scale * g).to(g.dtype) for g in gradients)
+        return (None, *found)
 
 
 class PolicyLoss(torch.nn.Module):
@@ -66,11 +67,13 @@ class PolicyLoss(torch.nn.Module):
     ADVANTAGES: ClassVar[str]
     TOPK: ClassVar[bool]
     LOCAL_STATISTICS: ClassVar[str | None]
-    CHUNK: ClassVar[str]  # what a piece must hold whole for its weights to be known: "token", "answer" or "batch"
-    SILENT: ClassVar[bool]  # a token whose advantage is 0 has neither value nor gradient
     SUMS: ClassVar[tuple[str, ...]]  # the sums over the vocabulary that `weights` reads
     before: ClassVar[Callable[..., dict[str, Tensor]] | None] = None
+    LEVEL: ClassVar[str] = (
+        "batch"  # which tokens must be seen before a token's gradient is known: token, sequence, batch
+    )
     weights: ClassVar[Callable[..., Weights]]
+    live: ClassVar[Callable[..., Tensor] | None] = None
     distribution: ClassVar[Callable[..., dict[str, Tensor]] | None] = None
     d_distribution: ClassVar[Callable[..., Tensor] | None] = None
     centre: ClassVar[Callable[..., Tensor] | None] = None
@@ -81,14 +84,26 @@ class PolicyLoss(torch.nn.Module):
     rescale: ClassVar[bool] = False
     _arguments: ClassVar[dict[str, tuple[str, ...]]]
     _compiled: ClassVar[dict[Any, Callable[..., Any]]]
+    _pass_over: ClassVar[Callable[..., list[Tensor]]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._compiled = {}
         cls._arguments = {}
-        for part in ("before", "weights", "distribution", "d_distribution", "centre", "advantage", "reward", "kept"):
+        for part in (
+            "before",
+            "weights",
+            "live",
+            "distribution",
+            "d_distribution",
+            "centre",
+            "advantage",
+            "reward",
+            "kept",
+        ):
             function = getattr(cls, part, None)
             cls._arguments[part] = tuple(signature(function).parameters) if function is not None else ()
+        cls._pass_over = _hidden_op(cls)
 
     def __init__(
         self,
@@ -195,7 +210,7 @@ class PolicyLoss(torch.nn.Module):
         ]
         if tracked and torch.is_grad_enabled():
             xs, gs = zip(*tracked, strict=True)
-            loss = _Known.apply(loss, len(xs), *xs, *gs)  # type: ignore[no-untyped-call]
+            loss = _Known.apply((loss, *gs), *xs)  # type: ignore[no-untyped-call]
         return Output(loss, metrics)
 
     # --- from logits -------------------------------------------------------------------------------------------------------
@@ -211,6 +226,7 @@ class PolicyLoss(torch.nn.Module):
         temperature: float | Tensor = 1.0,
         shift: bool = False,
         max_chunk_bytes: int = 64 << 20,
+        inplace: bool = False,
         **inputs: Any,
     ) -> Output:
         """The loss from logits.
@@ -224,6 +240,8 @@ class PolicyLoss(torch.nn.Module):
             shift: logits[t] scores tokens[t + 1], without a copy of the logits; every other input is aligned with
                 `tokens`, and an answer's first position, which nothing scores, must not be live.
             max_chunk_bytes: bound on each float32 temporary.
+            inplace: backward writes the gradient over `logits`, which then hold it; autograd refuses where something else
+                needs them again.
             inputs: as `forward`; the sampler's distribution as mu_logprobs [..., V], or as its top k:
                 mu_topk_ids and mu_topk_logprobs [..., k], the rest being taken as mu(v) = gamma pi(v).
 
@@ -235,8 +253,10 @@ class PolicyLoss(torch.nn.Module):
                 f"logits {tuple(logits.shape)} must be tokens' shape {tuple(tokens.shape)} and the vocabulary"
             )
         given = _read_inputs(self, logits[..., 0], "logits", mask, advantages, inputs)
-        _check_rows(given, logits, tokens, temperature, shift, self._checking(logits))
-        rows = _Rows(self, logits, tokens, temperature, shift, given, max_chunk_bytes)
+        _check_rows(given, logits.shape[-1], tokens, temperature, shift, self._checking(logits))
+        if inplace:
+            _check_inplace(logits)
+        rows = _Rows(self, logits, tokens, temperature, shift, given, max_chunk_bytes, inplace)
         logp, sums, centre_value = rows.forward()
         loss, gradients, metrics, centre = self._evaluate(logp, given | sums, counts)
         if centre is not None:
@@ -259,47 +279,65 @@ class PolicyLoss(torch.nn.Module):
         counts: Mapping[str, Any] | None = None,
         bias: Tensor | None = None,
         temperature: float | Tensor = 1.0,
+        logit_scale: float = 1.0,
         softcap: float | None = None,
+        vocab_size: int | None = None,
         shift: bool = False,
-        max_logits_bytes: int = 256 << 20,
+        max_logits_bytes: int | None = None,
         **inputs: Any,
     ) -> Output:
-        """The loss from the last hidden states: logits = hidden @ lm_head_weight.T + bias exist only in chunks.
+        """The loss from hidden states and the head: gradients come with the forward, and the logits are never stored.
 
-        Gradients to hidden states, head and bias are exact and are ready when the loss is; backward scales them. The
-        sum over chunks of the head's gradient is kept in float32. Rows that have no gradient are left out of products.
+        z = softcap * tanh(logit_scale * (hidden @ lm_head_weight.T + bias) / softcap) / temperature, in pieces of rows over
+        the whole vocabulary; then, from each piece, d loss / dz as in `from_logits`, d hidden = dz @ lm_head_weight and
+        d lm_head_weight = sum dz.T @ hidden (summed in float32). Backward only scales them. Rows that are masked are never
+        computed; with `metrics=False` neither are those whose weight is known to be 0 (no advantage, rejected).
 
         Args:
-            hidden: [B, T, H], or [N, H] packed with `seq_ids`. lm_head_weight: [V, H]. bias: [V].
-            softcap: logits are softcap * tanh(logits / softcap) before the temperature divides them.
-            max_logits_bytes: bound on a chunk's logits. A loss that pools over an answer takes one pass where its
-                longest answer fits, else two.
-            tokens, temperature, shift, inputs: as `from_logits`.
+            hidden: [B, T, H], or [N, H] packed with `seq_ids`; those at t score tokens at t (at t + 1 with `shift`).
+            lm_head_weight: [V, H], of hidden's dtype or a wider one, in which the logits are kept; bias: [V].
+            tokens: [B, T] or [N]: the sampled ids.
+            logit_scale, softcap: what the model does to its logits before the softmax.
+            vocab_size: how many of the V rows are tokens; padding rows beyond never get probability nor gradient.
+            max_logits_bytes: bound on the one buffer of logits (default 128 MiB on a CPU, 1 GiB elsewhere).
+            mask, advantages, counts, temperature, shift, inputs: as `from_logits`.
 
         Raises:
             TypeError, ValueError: as `forward`.
         """
-        if hidden.dim() != tokens.dim() + 1 or hidden.shape[:-1] != tokens.shape:
-            raise ValueError(f"hidden {tuple(hidden.shape)} must be tokens' shape {tuple(tokens.shape)} and the width")
-        if lm_head_weight.dim() != 2 or lm_head_weight.shape[1] != hidden.shape[-1]:
-            raise ValueError(
-                f"lm_head_weight {tuple(lm_head_weight.shape)} must be [V, {hidden.shape[-1]}], as wide as hidden"
-            )
-        if bias is not None and bias.shape != lm_head_weight.shape[:1]:
-            raise ValueError(f"bias {tuple(bias.shape)} must be [{lm_head_weight.shape[0]}], as lm_head_weight is long")
-        if softcap is not None and not softcap > 0:
-            raise ValueError("softcap must be positive")
+        head = {"lm_head_weight": lm_head_weight} | ({} if bias is None else {"bias": bias})
+        vocab = _check_head(hidden, head, tokens, vocab_size, logit_scale, softcap, max_logits_bytes)
+        if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype is not torch.float64:
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, head = hidden.to(dtype), {k: x.to(dtype) for k, x in head.items()}
         given = _read_inputs(self, hidden[..., 0], "hidden", mask, advantages, inputs)
-        like = hidden.new_zeros(()).expand(*tokens.shape, lm_head_weight.shape[0])  # the logits' shape, and no memory
-        _check_rows(given, like, tokens, temperature, shift, self._checking(hidden))
-        work = _Hidden(self, hidden, lm_head_weight.to(hidden.dtype), bias, tokens, temperature, softcap, shift, given,
-                       counts, max_logits_bytes)  # fmt: skip
-        loss, metrics = work.run()
-        pairs = zip((hidden, lm_head_weight, bias), work.gradients(), strict=True)
-        tracked = [(x, g.reshape(x.shape).to(x.dtype)) for x, g in pairs if x is not None and g is not None]
-        if tracked:
-            xs, gs = zip(*tracked, strict=True)
-            loss = _Known.apply(loss, len(xs), *xs, *gs)  # type: ignore[no-untyped-call]
+        checking = self._checking(hidden)
+        _check_rows(given, vocab, tokens, temperature, shift, checking)
+        weight, bias = head["lm_head_weight"], head.get("bias")
+        xs = (hidden, weight, bias)
+        wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in xs]
+        t = temperature if isinstance(temperature, Tensor) else torch.full((), temperature, dtype=torch.float64)
+        counted = _read_counts(self, counts, hidden[..., 0])
+        tensors = {k: x.detach() for k, x in given.items()} | {f"count:{k}": x for k, x in counted.items()}
+        tensors["temperature"] = t.detach().to(hidden.device)
+        numbers = ({} if logit_scale == 1 else {"logit_scale": float(logit_scale)}) | (
+            {} if softcap is None else {"softcap": float(softcap)}
+        )
+        options = f"{self.compiled} {self.metrics} {self.on_missing}"
+        limit = _default_bytes(hidden.device) if max_logits_bytes is None else max_logits_bytes
+        per_token, *gradients = self._pass_over(
+            *(None if x is None else x.detach() for x in xs), tokens.detach(), list(tensors.values()), " ".join(tensors),
+            list(self._values.values()), list(numbers.values()), " ".join(numbers), options, wanted, shift, vocab, limit,
+        )  # fmt: skip
+        if checking and not bool(torch.isfinite(per_token).all()):
+            _diagnose_head(given["mask"], hidden, head, shift)
+        logp, *others = (x.reshape(tokens.shape) for x in per_token.unbind())
+        loss, _, metrics, centre = self._evaluate(logp, given | dict(zip(self.SUMS, others)), counted)  # noqa: B905
+        if centre is not None:
+            loss = loss + (centre * others[-1]).sum()
+        if gradients:
+            tracked = [x for x, w in zip(xs, wanted, strict=True) if w]
+            loss = _Known.apply((loss, *gradients), *tracked)  # type: ignore[no-untyped-call]
         return Output(loss, metrics)
 
     # --- the data side -----------------------------------------------------------------------------------------------------
@@ -419,15 +457,19 @@ class PolicyLoss(torch.nn.Module):
         return (self.debug or x.device.type == "cpu") and not torch.compiler.is_compiling()
 
     def _evaluate(
-        self, logp: Tensor, given: Mapping[str, Tensor], counts: Mapping[str, Any] | None
+        self, logp: Tensor, given: Mapping[str, Tensor], counts: Mapping[str, Any] | None, final: bool = True
     ) -> tuple[Tensor, dict[str, Tensor], Any, Tensor | None]:
         """(loss, d loss / d each of logp and the vocabulary sums, metrics, centring weight per token)."""
         checking = self._checking(logp)
         dtype = torch.float64 if logp.dtype is torch.float64 else torch.float32
-        tensors = {k: v.detach() for k, v in given.items() if not k.endswith(("_logprobs", "topk_ids"))}
+        tensors = {
+            k: v.detach() if v.requires_grad else v
+            for k, v in given.items()
+            if not k.endswith(("_logprobs", "topk_ids"))
+        }
         tensors |= {f"count:{k}": v for k, v in _read_counts(self, counts, logp).items()}
         options = (self.metrics, checking, self.on_missing, "seq_ids" in given)
-        if checking:
+        if checking and final:
             _check_ids(given, logp)
         if self.compiled and not torch.compiler.is_compiling():
             tensors["mask"] = tensors["mask"].view(torch.uint8)
@@ -435,7 +477,7 @@ class PolicyLoss(torch.nn.Module):
         kernel = self._compile((*options, logp.dtype), lambda cls, *args: _compute(cls, options, *args))
         with torch.no_grad():  # one program, whatever the caller's mode
             loss, gradients, found, centre = kernel(logp.detach(), tensors, params)
-        if checking and not math.isfinite(loss.item()):
+        if checking and final and not math.isfinite(loss.item()):
             _diagnose(logp, tensors | {"mask": given["mask"]}, self.on_missing)
         return loss, gradients, found.pairs() if found else {}, centre
 
