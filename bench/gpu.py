@@ -58,10 +58,9 @@ def table(
             del paths[key]
     found, values, _ = measure(paths, args.rounds, args.device)
     unit = found.get("three matrix products", float("nan"))
-    print(
-        f"\n| {title}: N {case[0]}, H {case[1]}, V {case[2]}, {case[3]} "
-        "| ms | units | peak MiB above inputs | loss |\n|---|---|---|---|---|"
-    )
+    size = "N {}, H {}, V {}, {}".format(*case)
+    print(f"\n| {title}: {size} | ms | units | peak MiB above inputs | loss |")
+    print("|---|---|---|---|---|")
     for key, t in found.items():
         value = "" if values[key] is None else f"{float(values[key]):.6f}"
         print(f"| {key} | {t * 1e3:.1f} | {t / unit:.2f} | {peaks[key]} | {value} |", flush=True)

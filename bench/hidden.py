@@ -310,7 +310,7 @@ def rows(case: tuple[int, int, int, str], args: argparse.Namespace) -> None:
     b = batch(*case, args.device)
     half = torch.arange(b["mask"].numel(), device=args.device).reshape(b["mask"].shape) % 2 == 0
     answers = torch.arange(len(b["mask"]), device=args.device)
-    sign = b["advantages"].abs()
+    sign, share = b["advantages"].abs(), float((answers % 5 < 2).float().mean())
     far = torch.where((answers % 5 < 2)[:, None], b["logp"] - 1.0, b["prox_logp"])  # r = e: clipped where A > 0
     top = torch.randint(0, case[2] - 128, (*b["mask"].shape, 1), device=args.device) + torch.arange(
         128, device=args.device
@@ -325,8 +325,8 @@ def rows(case: tuple[int, int, int, str], args: argparse.Namespace) -> None:
         "Score Centering, top-k 128": ours(b | head, "score_centering"),
         "DAPO, half the rows masked": ours({**b, "mask": half}),
         "DAPO, half the answers with A = 0": ours({**b, "advantages": torch.where(answers % 2 == 0, b["advantages"], 0.0)}),
-        "DAPO, 40% clipped": ours({**b, "advantages": sign, "prox_logp": far}),
-        "Seq-MIS, 40% rejected": ours({**b, "mu_logp": b["mu_logp"] - (answers % 5 < 2)[:, None].float()}, "seq_mis"),
+        f"DAPO, {share:.0%} clipped": ours({**b, "advantages": sign, "prox_logp": far}),
+        f"Seq-MIS, {share:.0%} rejected": ours({**b, "mu_logp": b["mu_logp"] - (answers % 5 < 2)[:, None].float()}, "seq_mis"),
         "DAPO, frozen head": ours(frozen),
     }  # fmt: skip
     found, _, _ = measure(paths, args.rounds, args.device)
