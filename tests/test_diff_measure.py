@@ -42,7 +42,7 @@ def pair(a: Method, b: Method) -> tuple[Side, Side]:
 def rows_of(path: Path, trainer_names: bool = False) -> list[dict[str, Any]]:
     """The real rollouts as one object per answer, masked tokens cut off."""
     d = load_file(path)
-    names = {"logp": "log_probs", "prox_logp": "old_log_probs", "mu_logp": "rollout_log_probs"} if trainer_names else {}
+    names = {"logp": "log_prob", "prox_logp": "old_log_probs", "mu_logp": "rollout_log_probs"} if trainer_names else {}
     rows = []
     for i, mask in enumerate(d["mask"].astype(bool)):
         row: dict[str, Any] = {
@@ -123,9 +123,13 @@ def broken(**changes: Any) -> list[dict[str, Any]]:
         ([{"logp": [-1.0]}], "neither advantages nor rewards"),
         ([{"logp": [-1.0], "mask": [0.5], "advantage": 1}], "answer 1: `mask` holds something else than 0 and 1"),
         ([{"logp": [-1.0], "mask": [0], "advantage": 1}], "no live token"),
-        ([{"logp": [-1.0], "old_log_probs": [-1.0], "old_logprobs": [-1.0], "advantage": 1}], "may both be prox_logp"),
+        ([{"logp": [-1.0], "old_log_probs": [-1.0], "old_log_prob": [-1.0], "advantage": 1}], "may both be prox_logp"),
         ([*broken()[:1], {"logp": [-1.0]}], "r.jsonl:2: `mu_logp` is missing"),
         ([], "holds no answers"),
+        (broken(advantage=float("nan")), "answer 3: the advantage or reward is nan"),
+        (broken(advantage=None), "`advantages` is not one number per answer"),
+        ([{"logp": [-1.0], "reward": 1.0}], "no groups to take their mean over"),
+        ([{"logprobs": [-1.0], "advantage": 1.0}], "no log-probs of the policy being trained"),
     ],
 )
 def test_a_wrong_file_is_named_by_row_and_column(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:

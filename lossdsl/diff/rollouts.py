@@ -22,8 +22,8 @@ from ..reference import Array, Batch
 
 # Our name -> the names under which trainers keep the same thing. The first that a file has is taken; two are an error.
 ALIASES: dict[str, tuple[str, ...]] = {
-    "logp": ("log_probs", "log_prob", "logprobs", "new_logp", "train_log_probs", "per_token_logps"),
-    "prox_logp": ("old_log_probs", "old_log_prob", "old_logprobs", "old_per_token_logps", "prev_logprobs"),
+    "logp": ("log_prob", "new_logp", "train_log_probs", "per_token_logps"),
+    "prox_logp": ("old_log_probs", "old_log_prob", "old_per_token_logps", "prev_logprobs"),
     "mu_logp": ("rollout_log_probs", "rollout_logprobs", "sampling_per_token_logps", "generation_logprobs"),
     "ref_logp": ("ref_log_prob", "ref_log_probs", "ref_per_token_logps", "reference_policy_logprobs"),
     "mask": ("response_mask", "loss_mask", "loss_masks", "completion_mask", "action_mask", "token_mask"),
@@ -283,6 +283,12 @@ def _rollouts(table: _Table, path: Path) -> Rollouts:
         values["R"] = table.answer["rewards"].astype(np.float64)
     if "advantages" in table.answer or "advantages" in tokens:
         values["A"] = {**tokens, **table.answer}["advantages"].astype(np.float64)
+    elif "advantages" in table.other:
+        _fail(
+            f"{path.name}: `advantages` is not one number per answer or per token", "an entry is missing or misshapen"
+        )
+    elif "R" in values and not any("groups" in source for source in (table.answer, table.other)):
+        _fail(f"{path.name} has rewards but no groups to take their mean over", "map one: --columns groups=NAME")
     elif "R" in values:
         R = np.asarray(values["R"])
         size = np.bincount(group, minlength=group.max(initial=-1) + 1)
@@ -290,6 +296,14 @@ def _rollouts(table: _Table, path: Path) -> Rollouts:
         notes.append("the file has no advantages; R - mean_g(R) was taken for both")
     else:
         _fail(f"{path.name} has neither advantages nor rewards", "map one: --columns advantages=NAME")
+    A = np.asarray(values["A"])
+    if not np.isfinite(A).all():
+        at = int(np.argmin(np.isfinite(A)))
+        row = at if A.shape == (n_seqs,) else int(seq[at])
+        _fail(
+            f"{path.name}: answer {row + 1}: the advantage or reward is {A[at]:g}",
+            "drop the answer or give it a number",
+        )
     logp_v = {"mu": tokens["mu_logprobs"].astype(np.float64)} if "mu_logprobs" in tokens else {}
     topk = None
     if "mu_topk_ids" in tokens and "mu_topk_logprobs" in tokens:
