@@ -167,6 +167,7 @@ def test_a_million_tokens_take_seconds(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     logs = -rng.exponential(1.0, (3, 2000, 500))
     arrays = {"logp": logs[0], "prox_logp": logs[1], "mu_logp": logs[2], "advantage": rng.normal(size=2000)}
+    arrays["mask"] = np.ones((2000, 500))
     save_file(arrays, tmp_path / "r.safetensors")
     rows = [
         {k: (v[i].round(4).tolist() if v.ndim == 2 else float(v[i])) for k, v in arrays.items()} for i in range(2000)
@@ -253,3 +254,15 @@ def test_cosines_of_many_are_the_cosines_of_pairs() -> None:
     assert notes == () and np.allclose(np.diag(matrix), 1)
     found = {s.name: s.cosine for s in measure(pair(methods[0], methods[2]), r).spaces}
     assert matrix[0, 2] == matrix[2, 0] == pytest.approx(found["logits"])
+
+
+def test_a_padded_file_needs_its_mask_and_a_packed_group_is_one_per_answer(tmp_path: Path) -> None:
+    save_file({"logp": -np.ones((2, 3)), "advantage": np.ones(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(SpecError, match="has no mask"):
+        load_rollouts(tmp_path / "a.safetensors")
+    packed = {"logp": -np.ones(5), "seq_ids": np.array([0, 0, 1, 1, 2]), "advantage": np.ones(3)}
+    save_file(packed | {"group": np.array([7, 7, 9, 9, 7])}, tmp_path / "b.safetensors")
+    assert load_rollouts(tmp_path / "b.safetensors").batch.group.tolist() == [0, 1, 0]  # type: ignore[union-attr]
+    save_file(packed | {"group": np.array([7, 9, 9, 9, 7])}, tmp_path / "c.safetensors")
+    with pytest.raises(SpecError, match="changes within an answer"):
+        load_rollouts(tmp_path / "c.safetensors")

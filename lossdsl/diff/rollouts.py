@@ -198,6 +198,13 @@ def _safetensors_table(named: dict[str, Array], path: Path) -> _Table:
             f"{path.name}: `logp` has shape {list(logp.shape)}",
             "it must be [answers, tokens], or [tokens] with seq_ids",
         )
+    if logp.ndim == 2 and "mask" not in named:
+        _fail(f"{path.name} is padded and has no mask", "map one: --columns mask=NAME; padding would count as tokens")
+    if logp.ndim == 1 and named.get("groups", logp[:0]).shape == logp.shape:  # repeated at each token of an answer
+        starts = np.cumsum(lengths) - lengths
+        if not (named["groups"] == np.repeat(named["groups"][starts], lengths)).all():
+            _fail(f"{path.name}: `groups` changes within an answer", "an answer belongs to one prompt")
+        named = {**named, "groups": named["groups"][starts]}
     table = _Table(path.name, lengths)
     for name, array in named.items():
         if array.shape[: len(lead)] == lead:
