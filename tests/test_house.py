@@ -61,7 +61,7 @@ def test_the_command_line_uses_only_the_public_api() -> None:
 FLOW = ["errors", "yamlnodes", "names", "specdoc", "axes", "ast", "parse", "ir", "scope", "primitives", "lower", "autodiff", "method",
         "reference", "samples", "algebra", "text", "prove", "simplify", "limits", "schedule", "plan", "describe", "mathtext", "emit", "loading", "diff", "lint", "api"]  # fmt: skip
 DIFF_FLOW = ["assume", "side", "probes", "naming", "branches", "regions", "equality", "cases", "verdict", "classes", "words", "properties", "knobs",
-             "rollouts", "synthetic", "measure", "map", "report", "text", "map_text", "view", "javascript", "mathml", "paper", "plot", "map_plot", "page", "map_page"]  # fmt: skip
+             "tables", "rollouts", "synthetic", "measure", "map", "report", "text", "map_text", "view", "javascript", "mathml", "paper", "plot", "map_plot", "page", "map_page"]  # fmt: skip
 
 
 @pytest.mark.parametrize(("folder", "flow"), [(PACKAGE, FLOW), (PACKAGE / "diff", DIFF_FLOW)])

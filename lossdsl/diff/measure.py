@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,11 +21,11 @@ TOKENS, ANSWERS = 10, 5
 
 @dataclass(frozen=True)
 class Space:
-    """The two gradients in one space: cosine of their angle, |a| / |b|, and both norms."""
+    """The two gradients in one space: cosine of their angle, |a| / |b|, and both norms; None where one is undefined."""
 
     name: str
-    cosine: float
-    norm_ratio: float
+    cosine: float | None
+    norm_ratio: float | None
     norms: tuple[float, float]
 
 
@@ -117,14 +118,18 @@ def missing(side: Side, rollouts: Rollouts) -> list[str]:
                 batch.count(str(leaf.attr))
             except KeyError:
                 found.append(f"`{leaf.attr}`")
-    return [f"{side.label} cannot be measured: it reads {what}, which is not there" for what in dict.fromkeys(found)]
+    because = {f"`{name}`": why for name, why in rollouts.unread.items()}
+    return [
+        f"{side.label} cannot be measured: it reads {what}, {because.get(what, 'which is not there')}"
+        for what in dict.fromkeys(found)
+    ]
 
 
 def space(name: str, dot: float, aa: float, bb: float) -> Space:
     """From the three inner products."""
-    cosine = dot / float(np.sqrt(aa * bb)) if aa and bb else float(aa == bb)
-    ratio = float(np.sqrt(aa / bb)) if bb else float("inf") if aa else 1.0
-    return Space(name, min(1.0, max(-1.0, cosine)), ratio, (float(np.sqrt(aa)), float(np.sqrt(bb))))
+    a, b = math.sqrt(aa), math.sqrt(bb)
+    cosine = min(1.0, max(-1.0, dot / (a * b))) if a and b else None
+    return Space(name, cosine, a / b if b else None, (a, b))
 
 
 def _logit_spaces(sides: tuple[Side, Side], rollouts: Rollouts) -> list[Space]:

@@ -1,24 +1,17 @@
-"""Rollouts from a file: safetensors, JSON Lines or parquet, under the names that trainers dump.
-
-Shapes, in safetensors: [B, T] per token with `mask` [B, T], or packed [N] with `seq_ids` [N]; [B] per answer; [.., V] or
-[.., k] per token and vocabulary entry; `lm_head` [V, H]. In JSON Lines and parquet: one answer a row, lists per token
-(ragged), numbers per answer. Only live tokens are kept.
-"""
+"""Rollouts from a file, under the names that trainers dump: live tokens as a batch of the reference, every value checked."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from ..errors import Diagnostic, SpecError, suggest
+from ..errors import suggest
 from ..reference import Array, Batch
+from .tables import Table, fail, lay_out_rows, lay_out_tensors, read_json_lines, read_parquet, read_safetensors
 
 # Our name -> the names under which trainers keep the same thing. The first that a file has is taken; two are an error.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -39,6 +32,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "mu_topk_logprobs": (),
 }
 LOGPS = {"logp": "pi", "prox_logp": "prox", "mu_logp": "mu", "ref_logp": "ref"}
+ABOVE_ZERO = 1e-3  # what rounding may put a log-prob above 0
+SUMS_TO_ONE = 0.02  # how far rounding may put a distribution's sum from 1
 FORMATS = {".safetensors", ".jsonl", ".json", ".parquet"}
 
 
@@ -50,7 +45,7 @@ class Rollouts:
         batch: flat over the live tokens; `values["A"]` is per answer or per token.
         tokens: [N] ids of the sampled tokens; position: [N] place of each in its answer, from 0, masked ones counted.
         topk: the sampler's (ids [N, k], log-probs [N, k]); hidden: [N, H]; head: [V, H].
-        source: what it is, in words; notes: what was made up on the way.
+        source: what it is, in words; notes: what was made up on the way; unread: a column -> why it fits no axis.
     """
 
     batch: Batch
@@ -61,20 +56,7 @@ class Rollouts:
     hidden: Array | None = None
     head: Array | None = None
     notes: tuple[str, ...] = ()
-
-
-@dataclass
-class _Table:
-    """What a file holds: per token (flat, live or not), per answer, and the rest."""
-
-    path: str
-    lengths: Array  # tokens of each answer, masked ones counted
-    token: dict[str, Array] = field(default_factory=dict)
-    answer: dict[str, Array] = field(default_factory=dict)
-    other: dict[str, Array] = field(default_factory=dict)
-
-    def where(self, answer: int) -> str:
-        return f"answer {answer}"
+    unread: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_rollouts(path: str | Path, columns: Mapping[str, str] | None = None) -> Rollouts:
@@ -88,80 +70,30 @@ def load_rollouts(path: str | Path, columns: Mapping[str, str] | None = None) ->
     """
     path = Path(path)
     if path.suffix not in FORMATS:
-        _fail(f"{path.name}: rollouts are read from {', '.join(sorted(FORMATS))}", "convert the file, or rename it")
+        fail(f"{path.name}: rollouts are read from {', '.join(sorted(FORMATS))}", "convert the file, or rename it")
     if not path.is_file():
-        _fail(f"there is no file {path}", "")
-    read = {".safetensors": _safetensors, ".parquet": _parquet}.get(path.suffix, _json_lines)
-    arrays = read(path)
-    named = _rename(arrays, columns or {}, path)
-    table = _safetensors_table(named, path) if path.suffix == ".safetensors" else _rows_table(named, path)
-    return _rollouts(table, path)
+        fail(f"there is no file {path}")
+    columns = columns or {}
+    match path.suffix:
+        case ".safetensors":
+            table = lay_out_tensors(_rename(read_safetensors(path), columns, path.name), path.name)
+        case ".parquet":
+            table = lay_out_rows(_rename(read_parquet(path), columns, path.name), path.name)
+        case _:
+            arrays, lines = read_json_lines(path)
+            if not lines:
+                fail(f"{path.name} holds no answers", "one answer a line, each a JSON object")
+            table = lay_out_rows(_rename(arrays, columns, path.name), path.name, lines)
+    return _rollouts(table)
 
 
-def _fail(message: str, help: str) -> NoReturn:
-    raise SpecError((Diagnostic("E0604", message, None, help),))
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
-def _safetensors(path: Path) -> dict[str, Any]:
-    try:
-        from safetensors.numpy import load_file
-    except ImportError:
-        _fail(f"{path.name}: the package safetensors is not installed", "pip install 'lossdsl[data]'")
-    try:
-        return dict(load_file(path))
-    except Exception as error:  # the library raises its own kinds, and TypeError for types that numpy lacks
-        _fail(
-            f"{path.name} is not a safetensors file that numpy can hold: {error}", "bfloat16 must be saved as float32"
-        )
-
-
-def _parquet(path: Path) -> dict[str, Any]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        _fail(f"{path.name}: the package pyarrow is not installed", "pip install 'lossdsl[data]'")
-    try:
-        table = parquet.read_table(path)
-    except Exception as error:
-        _fail(f"{path.name} is not a parquet file: {error}", "")
-    return {name: table.column(name).to_pylist() for name in table.column_names}
-
-
-def _json_lines(path: Path) -> dict[str, Any]:
-    """Columns of rows; every line is an object with the same keys."""
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                _fail(f"{path.name}:{number}: this line is not JSON: {error}", "one answer a line, each an object")
-            if not isinstance(row, dict):
-                _fail(f"{path.name}:{number}: this line is not an object", 'one answer a line: {"logp": [...], ...}')
-            rows.append((number, row))
-    if not rows:
-        _fail(f"{path.name} holds no answers", "one answer a line, each a JSON object")
-    keys = rows[0][1].keys()
-    for number, row in rows:
-        missing = [k for k in keys if k not in row]
-        if missing:
-            _fail(
-                f"{path.name}:{number}: `{missing[0]}` is missing, which line {rows[0][0]} has",
-                "every line needs the same keys",
-            )
-    return {key: [row[key] for _, row in rows] for key in keys}
-
-
-def _rename(arrays: dict[str, Any], columns: Mapping[str, str], path: Path) -> dict[str, Any]:
+def _rename(arrays: dict[str, Any], columns: Mapping[str, str], file: str) -> dict[str, Any]:
     """The file's columns under our names; unknown ones keep theirs (they may be declared inputs)."""
     found = dict(arrays)
     listed = ", ".join(sorted(arrays))
     for ours, theirs in columns.items():
         if theirs not in arrays:
-            _fail(f"{path.name} has no column `{theirs}`", suggest(theirs, arrays) or f"it has {listed}")
+            fail(f"{file} has no column `{theirs}`", suggest(theirs, arrays) or f"it has {listed}")
         found[ours] = arrays[theirs]
     for ours, others in ALIASES.items():
         present = [name for name in others if name in arrays and name not in columns.values()]
@@ -169,168 +101,193 @@ def _rename(arrays: dict[str, Any], columns: Mapping[str, str], path: Path) -> d
             continue
         if len(present) > 1:
             names = " and ".join(f"`{name}`" for name in present)
-            _fail(f"{path.name}: {names} may both be {ours}", f"say which: --columns {ours}={present[0]}")
+            fail(f"{file}: {names} may both be {ours}", f"say which: --columns {ours}={present[0]}")
         if present:
             found[ours] = arrays[present[0]]
     if "logp" not in found:
-        _fail(
-            f"{path.name} has no log-probs of the policy being trained",
+        fail(
+            f"{file} has no log-probs of the policy being trained",
             f"map one: --columns logp=NAME; it has {listed}",
         )
     return found
 
 
-# --- one shape for all ------------------------------------------------------------------------------------------------------
+# --- what the columns mean ----------------------------------------------------------------------------------------------
 
 
-def _safetensors_table(named: dict[str, Array], path: Path) -> _Table:
-    logp = named["logp"]
-    if logp.ndim == 2:
-        lead: tuple[int, ...] = logp.shape
-        lengths = np.full(logp.shape[0], logp.shape[1])
-    elif logp.ndim == 1 and "seq_ids" in named:
-        lead = logp.shape
-        ids, lengths = np.unique(named["seq_ids"], return_counts=True)
-        order = np.argsort(np.searchsorted(ids, named["seq_ids"]), kind="stable")
-        named = {k: v[order] if v.shape[:1] == logp.shape else v for k, v in named.items()}
-    else:
-        _fail(
-            f"{path.name}: `logp` has shape {list(logp.shape)}",
-            "it must be [answers, tokens], or [tokens] with seq_ids",
-        )
-    if logp.ndim == 2 and "mask" not in named:
-        _fail(f"{path.name} is padded and has no mask", "map one: --columns mask=NAME; padding would count as tokens")
-    if logp.ndim == 1 and named.get("groups", logp[:0]).shape == logp.shape:  # repeated at each token of an answer
-        starts = np.cumsum(lengths) - lengths
-        if not (named["groups"] == np.repeat(named["groups"][starts], lengths)).all():
-            _fail(f"{path.name}: `groups` changes within an answer", "an answer belongs to one prompt")
-        named = {**named, "groups": named["groups"][starts]}
-    table = _Table(path.name, lengths)
-    for name, array in named.items():
-        if array.shape[: len(lead)] == lead:
-            table.token[name] = array.reshape(-1, *array.shape[len(lead) :])
-        elif array.shape == (len(lengths),):
-            table.answer[name] = array
-        elif name in (*LOGPS, "mask", "tokens", "hidden"):
-            _fail(
-                f"{path.name}: `{name}` has shape {list(array.shape)}, `logp` has {list(logp.shape)}", "they must agree"
-            )
-        else:
-            table.other[name] = array
-    return table
-
-
-def _rows_table(named: dict[str, list[Any]], path: Path) -> _Table:
-    logp = named["logp"]
-    lengths = np.array([len(x) if isinstance(x, list) else -1 for x in logp])
-    if (lengths < 0).any():
-        row = int(np.argmin(lengths))
-        _fail(f"{path.name}: answer {row + 1}: `logp` is not a list", "one number per token")
-    table = _Table(path.name, lengths)
-    for name, column in named.items():
-        if isinstance(column[0], list):
-            sizes = [len(x) if isinstance(x, list) else -1 for x in column]
-            for row, (size, wanted) in enumerate(zip(sizes, lengths, strict=True)):
-                if size != wanted:
-                    has = f"has {size} values" if size >= 0 else "is not a list"
-                    _fail(f"{path.name}: answer {row + 1}: `{name}` {has}, `logp` has {wanted}", "one value per token")
-            table.token[name] = _numbers(list(chain.from_iterable(column)), name, lengths, path)
-        elif all(isinstance(x, int | float) and not isinstance(x, bool) for x in column):
-            table.answer[name] = np.array(column, dtype=np.float64)
-        else:
-            table.other[name] = np.array([str(x) for x in column])
-    return table
-
-
-def _numbers(flat: list[Any], name: str, lengths: Array, path: Path) -> Array:
-    try:
-        return np.array([math.nan if x is None else x for x in flat] if None in flat else flat, dtype=np.float64)
-    except (TypeError, ValueError):
-        for i, x in enumerate(flat):
-            if not isinstance(x, int | float):
-                row = int(np.searchsorted(np.cumsum(lengths), i, side="right"))
-                _fail(f"{path.name}: answer {row + 1}: `{name}` holds {x!r}, which is not a number", "")
-        raise
-
-
-def _rollouts(table: _Table, path: Path) -> Rollouts:
+def _rollouts(table: Table) -> Rollouts:
+    tokens = _Tokens(table)
     n_seqs = len(table.lengths)
-    seq = np.repeat(np.arange(n_seqs), table.lengths)
-    starts = np.repeat(np.cumsum(table.lengths) - table.lengths, table.lengths)
-    position = np.arange(len(seq)) - starts
-    mask = table.token.get("mask", np.ones(len(seq), bool))
-    if not np.isin(mask, (0, 1)).all():
-        row = int(seq[np.argmin(np.isin(mask, (0, 1)))])
-        _fail(f"{path.name}: answer {row + 1}: `mask` holds something else than 0 and 1", "was another column meant?")
-    live = mask.astype(bool)
-    if not live.any():
-        _fail(f"{path.name} has no live token", "`mask` is 0 everywhere")
-    tokens = {k: v[live] for k, v in table.token.items()}
-    seq, position = seq[live], position[live]
-    logp = {}
-    for name, policy in LOGPS.items():
-        if name in tokens:
-            x = tokens[name].astype(np.float64)
-            bad = ~np.isfinite(x) | (x > 1e-6)
-            if bad.any():
-                t = int(np.argmax(bad))
-                what = "a log-prob above 0" if x[t] > 0 else f"{x[t]:g}"
-                _fail(
-                    f"{path.name}: answer {seq[t] + 1}, token {position[t]}: `{name}` is {what}",
-                    "mask that token, or mend the dump",
-                )
-            logp[policy] = np.minimum(x, 0.0)
-    group = _groups(table, n_seqs)
-    values: dict[str, Array | float] = {}
-    notes = []
-    known = {*ALIASES, *(a for names in ALIASES.values() for a in names)}
-    values |= {k: v.astype(np.float64) for k, v in tokens.items() if k not in known and v.ndim == 1}
-    values |= {k: v.astype(np.float64) for k, v in table.answer.items() if k not in known}
-    if "rewards" in table.answer:
-        values["R"] = table.answer["rewards"].astype(np.float64)
-    if "advantages" in table.answer or "advantages" in tokens:
-        values["A"] = {**tokens, **table.answer}["advantages"].astype(np.float64)
-    elif "advantages" in table.other:
-        _fail(
-            f"{path.name}: `advantages` is not one number per answer or per token", "an entry is missing or misshapen"
+    logp = {policy: tokens.logp(name) for name, policy in LOGPS.items() if tokens.has(name)}
+    group = _in_order(tokens.per_answer("groups")) if tokens.has("groups") else np.zeros(n_seqs, np.int64)
+    values, notes = _values(tokens, group)
+    hidden, head = tokens.vectors("hidden"), table.head
+    if hidden is not None and head is not None and (head.ndim != 2 or head.shape[1] != hidden.shape[1]):
+        fail(f"{table.name}: `hidden` is {hidden.shape[1]} wide, `lm_head` is {list(head.shape)}", "it must be [V, H]")
+    mu = tokens.distribution("mu_logprobs")
+    ids, top = tokens.ids("mu_topk_ids", vector=True), tokens.vectors("mu_topk_logprobs")
+    if ids is not None and top is not None:
+        if ids.shape != top.shape:
+            fail(f"{table.name}: `mu_topk_ids` holds {ids.shape[1]} per token, `mu_topk_logprobs` {top.shape[1]}")
+        tokens.at_most_zero("mu_topk_logprobs", top)
+    sampled = tokens.ids("tokens")
+    V = head.shape[0] if hidden is not None and head is not None else mu.shape[1] if mu is not None else None
+    if mu is not None and mu.shape[1] != V:
+        fail(
+            f"{table.name}: `mu_logprobs` has {mu.shape[1]} entries, `lm_head` has {V} rows", "one vocabulary for both"
         )
-    elif "R" in values and not any("groups" in source for source in (table.answer, table.other)):
-        _fail(f"{path.name} has rewards but no groups to take their mean over", "map one: --columns groups=NAME")
-    elif "R" in values:
-        R = np.asarray(values["R"])
-        size = np.bincount(group, minlength=group.max(initial=-1) + 1)
-        values["A"] = R - (np.bincount(group, weights=R) / size)[group]
-        notes.append("the file has no advantages; R - mean_g(R) was taken for both")
-    else:
-        _fail(f"{path.name} has neither advantages nor rewards", "map one: --columns advantages=NAME")
-    A = np.asarray(values["A"])
-    if not np.isfinite(A).all():
-        at = int(np.argmin(np.isfinite(A)))
-        row = at if A.shape == (n_seqs,) else int(seq[at])
-        _fail(
-            f"{path.name}: answer {row + 1}: the advantage or reward is {A[at]:g}",
-            "drop the answer or give it a number",
-        )
-    logp_v = {"mu": tokens["mu_logprobs"].astype(np.float64)} if "mu_logprobs" in tokens else {}
-    topk = None
-    if "mu_topk_ids" in tokens and "mu_topk_logprobs" in tokens:
-        topk = tokens["mu_topk_ids"].astype(np.int64), tokens["mu_topk_logprobs"].astype(np.float64)
-    batch = Batch(seq, n_seqs, group=group, logp=logp, logp_v=logp_v, values=values)
+    for name, x in (("tokens", sampled), ("mu_topk_ids", ids)):
+        if x is not None and V is not None:
+            tokens.first_bad(name, x >= V, x, f"the vocabulary has {V} entries, ids are counted from 0")
+    batch = Batch(tokens.seq, n_seqs, group=group, logp=logp, logp_v={} if mu is None else {"mu": mu}, values=values)
     made = Rollouts(
-        batch, position, f"{path.name}: {n_seqs} answers, {len(seq)} live tokens",
-        tokens["tokens"].astype(np.int64) if "tokens" in tokens and tokens["tokens"].ndim == 1 else None,
-        topk, tokens.get("hidden"), table.other.get("lm_head"), tuple(notes),
+        batch, tokens.position, f"{table.name}: {n_seqs} answers, {len(tokens.seq)} live tokens", sampled,
+        None if ids is None or top is None else (ids, top.astype(np.float64)), hidden, head, tuple(notes), table.unread,
     )  # fmt: skip
     return with_distributions(made)
 
 
-def _groups(table: _Table, n_seqs: int) -> Array:
-    """0..G-1, in order of first appearance; every answer in one group where the file has none."""
-    for source in (table.answer, table.other):
-        if "groups" in source and source["groups"].shape == (n_seqs,):
-            _, first, inverse = np.unique(source["groups"], return_index=True, return_inverse=True)
-            return np.argsort(np.argsort(first))[inverse]
-    return np.zeros(n_seqs, np.int64)
+class _Tokens:
+    """The live tokens of a table, each of its columns checked as it is taken."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self._starts = np.cumsum(table.lengths) - table.lengths
+        self.seq = np.repeat(np.arange(len(table.lengths)), table.lengths)
+        self.position = np.arange(len(self.seq)) - np.repeat(self._starts, table.lengths)
+        self._live = np.ones(len(self.seq), bool)
+        if self.has("mask"):
+            mask = self.per_token("mask")
+            self.first_bad("mask", (mask != 0) & (mask != 1), mask, "a mask is 1 on live tokens and 0 elsewhere")
+            self._live = mask.astype(bool)
+        self.seq, self.position = self.seq[self._live], self.position[self._live]
+        if not len(self.seq):
+            fail(f"{table.name} has no live token", "`mask` is 0 everywhere" if self.has("mask") else "")
+
+    def has(self, name: str) -> bool:
+        return any(name in where for where in (self.table.token, self.table.answer, self.table.unread))
+
+    def first_bad(self, name: str, bad: Array, x: Array, help: str) -> None:
+        """Fail at the first live token where `bad` [N] or [N, k] holds."""
+        if bad.any():
+            t = int(np.argmax(bad.reshape(len(bad), -1).any(1)))
+            value = float(x[t][bad[t]].flat[0]) if x.ndim > 1 else float(x[t])
+            fail(f"{self.table.place(int(self.seq[t]))}, token {self.position[t]}: `{name}` is {value:g}", help)
+
+    def per_token(self, name: str, vector: bool = False) -> Array:
+        table = self.table
+        if name in table.unread:
+            fail(table.unread[name], "one value per token, as many as `logp` has")
+        if name in table.answer:
+            fail(f"{table.name}: `{name}` holds one value per answer", "one value per token, as many as `logp` has")
+        x = table.token[name]
+        if (x.ndim == 2) != vector:
+            has = "one number" if x.ndim == 1 else f"{x.shape[1]} numbers"
+            fail(f"{table.name}: `{name}` holds {has} per token", f"it needs {'a list' if vector else 'one number'}")
+        return x[self._live]
+
+    def logp(self, name: str) -> Array:
+        x = self.per_token(name).astype(np.float64)
+        self.first_bad(name, ~np.isfinite(x), x, "mask that token, or mend the dump")
+        self.at_most_zero(name, x)
+        return np.minimum(x, 0.0)
+
+    def at_most_zero(self, name: str, x: Array) -> None:
+        self.first_bad(name, ~(x <= ABOVE_ZERO), x, "a log-prob is at most 0; is this a probability or a loss?")
+
+    def vectors(self, name: str) -> Array | None:
+        return self.per_token(name, vector=True) if self.has(name) else None
+
+    def distribution(self, name: str) -> Array | None:
+        x = self.vectors(name)
+        if x is None:
+            return None
+        self.at_most_zero(name, x)
+        x = x.astype(np.float64)
+        total = np.exp(x).sum(-1)
+        self.first_bad(
+            name,
+            abs(total - 1) > SUMS_TO_ONE,
+            total,
+            "the sum of its probabilities, which must be 1; a top-k is mu_topk_*",
+        )
+        return x
+
+    def ids(self, name: str, vector: bool = False) -> Array | None:
+        if not self.has(name):
+            return None
+        x = self.per_token(name, vector)
+        self.first_bad(name, ~(x >= 0) | (x != np.floor(x)), x, "ids are whole numbers from 0")
+        return x.astype(np.int64)
+
+    def per_answer(self, name: str) -> Array:
+        """[S] of a column with one value per answer, or the same value at each of its tokens."""
+        if name in self.table.answer:
+            return self.table.answer[name]
+        flat = self.per_token(name)
+        every = self.table.token[name]
+        found = every[np.minimum(self._starts, len(every) - 1)]  # of an answer without live tokens: its first token's
+        found[self.seq[::-1]] = flat[::-1]
+        changes = found[self.seq] != flat
+        if changes.any():
+            answer = int(self.seq[np.argmax(changes)])
+            fail(f"{self.table.place(answer)}: `{name}` changes within an answer", "one value per answer")
+        return np.asarray(found)
+
+    def numbers(self, name: str) -> Array:
+        """[S] or [N]: finite numbers per answer or per token."""
+        if name in self.table.answer:
+            x = self.table.answer[name]
+            if x.dtype.kind not in "biuf":
+                fail(f"{self.table.name}: `{name}` holds words, not numbers", "was another column meant?")
+            bad = ~np.isfinite(x)
+            if bad.any():
+                i = int(np.argmax(bad))
+                fail(f"{self.table.place(i)}: `{name}` is {x[i]:g}", "drop the answer or give it a number")
+        else:
+            x = self.per_token(name)
+            self.first_bad(name, ~np.isfinite(x), x, "mask that token, or mend the dump")
+        return x.astype(np.float64)
+
+
+def _values(tokens: _Tokens, group: Array) -> tuple[dict[str, Array | float], list[str]]:
+    """A, R and declared inputs; notes on what was made up."""
+    table, n_seqs = tokens.table, len(tokens.table.lengths)
+    known = {*ALIASES, *(a for names in ALIASES.values() for a in names)}
+    values: dict[str, Array | float] = {}
+    notes = []
+    for name in (*table.token, *table.answer):
+        column = table.token[name] if name in table.token else table.answer[name]
+        if name not in known and column.ndim == 1 and column.dtype.kind in "biuf":
+            x = (tokens.per_token(name) if name in table.token else column).astype(np.float64)
+            if np.isfinite(x).all():
+                values[name] = x
+            else:
+                table.unread[name] = f"{table.name}: `{name}` is not a finite number everywhere"
+    if tokens.has("rewards"):
+        R = tokens.numbers("rewards")
+        if "rewards" in table.token:
+            R = np.bincount(tokens.seq, weights=R, minlength=n_seqs)
+            notes.append("rewards per token were summed to one per answer")
+        values["R"] = R
+    if tokens.has("advantages"):
+        values["A"] = tokens.numbers("advantages")
+    elif "R" not in values:
+        fail(f"{table.name} has neither advantages nor rewards", "map one: --columns advantages=NAME")
+    elif not tokens.has("groups"):
+        fail(f"{table.name} has rewards but no groups to take their mean over", "map one: --columns groups=NAME")
+    else:
+        values["A"] = R - (np.bincount(group, weights=R) / np.bincount(group))[group]
+        notes.append("the file has no advantages; R - mean_g(R) was taken for both")
+    if not np.any(values["A"]):
+        notes.append("every advantage is 0: there is no gradient to compare")
+    return values, notes
+
+
+def _in_order(ids: Array) -> Array:
+    """0..G-1, in order of first appearance."""
+    _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    return np.asarray(np.argsort(np.argsort(first))[inverse])
 
 
 def with_distributions(r: Rollouts) -> Rollouts:
@@ -370,8 +327,8 @@ def columns_of(pairs: Sequence[str]) -> dict[str, str]:
     for pair in (p for text in pairs for p in text.split(",")):
         ours, equals, theirs = (x.strip() for x in pair.partition("="))
         if not equals or not ours or not theirs:
-            _fail(f"--columns takes NAME=COLUMN, not {pair!r}", "for example --columns logp=policy_logprobs")
+            fail(f"--columns takes NAME=COLUMN, not {pair!r}", "for example --columns logp=policy_logprobs")
         if ours not in ALIASES and not ours.isidentifier():
-            _fail(f"--columns: `{ours}` is not a name", suggest(ours, ALIASES))
+            fail(f"--columns: `{ours}` is not a name", suggest(ours, ALIASES))
         found[ours] = theirs
     return found

@@ -95,7 +95,14 @@ def property_rows(diff: Diff) -> list[tuple[str, str, str]]:
 def measured_rows(diff: Diff, m: Measured) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
     """(header, rows) of each table of the measured part; empty tables are left out."""
     a, b = diff.a.label, diff.b.label
-    spaces = [(s.name, f"{s.cosine:.4f}", number_text(s.norm_ratio)) for s in m.spaces]
+    spaces = [
+        (
+            s.name,
+            "-" if s.cosine is None else f"{s.cosine:.4f}",
+            "-" if s.norm_ratio is None else number_text(s.norm_ratio),
+        )
+        for s in m.spaces
+    ]
     silenced = [
         (sign_text(s.sign), str(s.tokens), *(f"{x:.1%}" for x in (s.only_a, s.only_b, s.both)))
         for s in m.silenced
