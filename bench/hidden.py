@@ -18,7 +18,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -310,8 +309,10 @@ def rows(case: tuple[int, int, int, str], args: argparse.Namespace) -> None:
     b = batch(*case, args.device)
     half = torch.arange(b["mask"].numel(), device=args.device).reshape(b["mask"].shape) % 2 == 0
     answers = torch.arange(len(b["mask"]), device=args.device)
-    sign, share = b["advantages"].abs(), float((answers % 5 < 2).float().mean())
-    far = torch.where((answers % 5 < 2)[:, None], b["logp"] - 1.0, b["prox_logp"])  # r = e: clipped where A > 0
+    two_in_five = torch.arange(b["mask"].numel(), device=args.device).reshape(b["mask"].shape) % 5 < 2
+    far = torch.where(two_in_five, b["logp"] - 1.0, b["prox_logp"])  # r = e: clipped where A > 0
+    rejected = answers % 5 < 2
+    drifted = b["mu_logp"] - rejected[:, None].float()
     top = torch.randint(0, case[2] - 128, (*b["mask"].shape, 1), device=args.device) + torch.arange(
         128, device=args.device
     )
@@ -325,8 +326,8 @@ def rows(case: tuple[int, int, int, str], args: argparse.Namespace) -> None:
         "Score Centering, top-k 128": ours(b | head, "score_centering"),
         "DAPO, half the rows masked": ours({**b, "mask": half}),
         "DAPO, half the answers with A = 0": ours({**b, "advantages": torch.where(answers % 2 == 0, b["advantages"], 0.0)}),
-        f"DAPO, {share:.0%} clipped": ours({**b, "advantages": sign, "prox_logp": far}),
-        f"Seq-MIS, {share:.0%} rejected": ours({**b, "mu_logp": b["mu_logp"] - (answers % 5 < 2)[:, None].float()}, "seq_mis"),
+        "DAPO, 40% clipped": ours({**b, "advantages": b["advantages"].abs(), "prox_logp": far}),
+        f"Seq-MIS, {float(rejected.float().mean()):.0%} rejected": ours({**b, "mu_logp": drifted}, "seq_mis"),
         "DAPO, frozen head": ours(frozen),
     }  # fmt: skip
     found, _, _ = measure(paths, args.rounds, args.device)
@@ -413,14 +414,20 @@ def peak(name: str, tokens: int, hidden: int, vocab: int, dtype: str, device: st
         if "lossdsl" in label
         else rivals(b)[label]
     )
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    now = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 10  # noqa: SIM115
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak starts from here: what making the data took is forgotten
+    now = status("VmRSS")
     path()
     start = time.perf_counter()
     path()
     took = time.perf_counter() - start
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return f"{(most - now) / 1024:.0f} {took:.1f} {'' if most > before else '(below the peak of making the data)'}"
+    return f"{(status('VmHWM') - now) / 1024:.0f} {took:.1f}"
+
+
+def status(field: str) -> int:
+    """KiB of this process: VmRSS, what it holds; VmHWM, the most that it held."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(field))
 
 
 def memory(case: tuple[int, int, int, str], args: argparse.Namespace) -> None:
@@ -432,8 +439,8 @@ def memory(case: tuple[int, int, int, str], args: argparse.Namespace) -> None:
     for name in names:
         command = [sys.executable, "-W", "ignore", __file__, "--only", name, *flags]
         run = subprocess.run(command, env=plain, capture_output=True, text=True)
-        mib, took, *note = run.stdout.split(maxsplit=2) if run.returncode == 0 and run.stdout else ("failed", "-")
-        print(f"| {name}{' MiB' if '@' in name else ''} {' '.join(note)} | {mib} | {took} |", flush=True)
+        mib, took = run.stdout.split() if run.returncode == 0 and run.stdout else ("failed", "-")
+        print(f"| {name}{' MiB' if '@' in name else ''} | {mib} | {took} |", flush=True)
     print()
 
 

@@ -21,21 +21,27 @@ from typing import Any
 
 from . import ir
 from .axes import Axis
+from .feasible import satisfiable
 from .ir import Node
+from .polynomials import (
+    MAX_TERMS,
+    ONE,
+    Exact,
+    GiveUp,
+    Monomial,
+    Poly,
+    add,
+    divide,
+    frozen,
+    magnitude,
+    mul,
+    single,
+    sub,
+    whole,
+)
 from .primitives import COUNTS, Range, interval
 
-Exact = int | Fraction  # an int wherever it is whole: ints are much faster
-Monomial = tuple[tuple[int, Exact], ...]  # (atom, exponent), by atom
-Poly = dict[Monomial, Exact]
-
-_ONE: Monomial = ()
-MAX_TERMS = 200
-MAX_CONSTRAINTS = 300
 MAX_CELLS = 4000
-
-
-class GiveUp(Exception):
-    """The expressions are too large for exact algebra."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +136,7 @@ class Algebra:
                 )
             case "logratio":
                 above, below = ir.RATIOS[str(node.attr)]
-                return _sub(self._leaf(ir.logp(above, node.axis)), self._leaf(ir.logp(below, node.axis)))
+                return sub(self._leaf(ir.logp(above, node.axis)), self._leaf(ir.logp(below, node.axis)))
             case "input" if node.attr in COUNTS:  # a live token has a live answer: counts are at least one
                 return self._atom(("leaf", id(node)), True, node.axis, node, low=1)
         return self._atom(("leaf", id(node)), False, node.axis, node)
@@ -141,7 +147,7 @@ class Algebra:
         for monomial, coefficient in power.items():
             axis = max((self._atoms[a].axis for a, _ in monomial), default=Axis.CONSTANT)
             (((made, _),),) = self._atom(("exp", monomial), True, axis)
-            result[made] = _whole(coefficient)
+            result[made] = whole(coefficient)
         return {tuple(sorted(result.items())): 1}
 
     def _log(self, p: Poly) -> Poly | None:
@@ -155,7 +161,7 @@ class Algebra:
         for atom, exponent in monomial:
             key = keys[atom]
             assert isinstance(key, tuple)
-            result = _add(result, {key[1]: exponent})
+            result = add(result, {key[1]: exponent})
         return result
 
     def _invert(self, p: Poly) -> Poly:
@@ -163,11 +169,11 @@ class Algebra:
             return {}  # x / 0 is 0
         if len(p) == 1:
             ((monomial, coefficient),) = p.items()
-            return {tuple((a, -e) for a, e in monomial): _divide(1, coefficient)}
+            return {tuple((a, -e) for a, e in monomial): divide(1, coefficient)}
         content, primitive, scale = self._primitive(p)
         axis = max(self._atoms[a].axis for m in primitive for a, _ in m)
-        inverse = self._atom(("inverse", _key(primitive)), False, axis)
-        return _mul(inverse, {tuple((a, -e) for a, e in content): _divide(1, scale)})
+        inverse = self._atom(("inverse", frozen(primitive)), False, axis)
+        return mul(inverse, {tuple((a, -e) for a, e in content): divide(1, scale)})
 
     def _primitive(self, p: Poly) -> tuple[Monomial, Poly, Exact]:
         """p = scale * content * primitive: the common monomial taken out, the first coefficient made +1 or -1."""
@@ -179,9 +185,9 @@ class Algebra:
                 common[atom] = least
         content = tuple(sorted(common.items()))
         divisor: Poly = {tuple((a, -e) for a, e in content): 1}
-        rest = _mul(p, divisor)
-        scale: Exact = _magnitude(rest[min(rest)])
-        return content, ({m: _divide(c, scale) for m, c in rest.items()} if scale != 1 else rest), scale
+        rest = mul(p, divisor)
+        scale: Exact = magnitude(rest[min(rest)])
+        return content, ({m: divide(c, scale) for m, c in rest.items()} if scale != 1 else rest), scale
 
     # --- expressions ------------------------------------------------------------------------------------------------
 
@@ -224,7 +230,7 @@ class Algebra:
         match node.op:
             case "const":
                 assert isinstance(node.attr, Fraction)
-                return {_ONE: _whole(node.attr)} if node.attr else {}
+                return {ONE: whole(node.attr)} if node.attr else {}
             case "param" | "logp" | "logratio" | "input":
                 return self._leaf(node)
             case "where":  # only the branch that is taken may split the cell further
@@ -234,24 +240,24 @@ class Algebra:
         args = [self._poly(a, facts, memo) for a in node.args]
         match node.op:
             case "add":
-                return _add(args[0], args[1])
+                return add(args[0], args[1])
             case "sub":
-                return _sub(args[0], args[1])
+                return sub(args[0], args[1])
             case "neg":
-                return _sub({}, args[0])
+                return sub({}, args[0])
             case "mul":
-                return _mul(*args)
+                return mul(*args)
             case "div":
                 if len(args[1]) > 1 and self.sign(args[1], facts) == 0:
                     return {}
-                return _mul(args[0], self._invert(args[1]))
+                return mul(args[0], self._invert(args[1]))
             case "pow":
-                exponent = args[1].get(_ONE) if set(args[1]) <= {_ONE} else None
-                if exponent is not None and exponent.denominator == 1 and _magnitude(exponent) <= 6:
+                exponent = args[1].get(ONE) if set(args[1]) <= {ONE} else None
+                if exponent is not None and exponent.denominator == 1 and magnitude(exponent) <= 6:
                     base = args[0] if exponent > 0 else self._invert(args[0])
-                    result: Poly = {_ONE: 1}
-                    for _ in range(int(_magnitude(exponent))):
-                        result = _mul(result, base)
+                    result: Poly = {ONE: 1}
+                    for _ in range(int(magnitude(exponent))):
+                        result = mul(result, base)
                     return result
             case "exp":
                 return self._exp(args[0])
@@ -262,19 +268,19 @@ class Algebra:
             case "sg":
                 return args[0]
             case "abs":
-                return args[0] if self._sign_or_split(args[0], node.args[0], ir.ZERO, facts) >= 0 else _sub({}, args[0])
+                return args[0] if self._sign_or_split(args[0], node.args[0], ir.ZERO, facts) >= 0 else sub({}, args[0])
             case "min" | "max":
-                sign = self._sign_or_split(_sub(*args), node.args[0], node.args[1], facts)
+                sign = self._sign_or_split(sub(*args), node.args[0], node.args[1], facts)
                 return args[0] if (sign <= 0) == (node.op == "min") else args[1]
             case "clip":
                 x, low, high = args
-                if self._sign_or_split(_sub(x, low), node.args[0], node.args[1], facts) < 0:
+                if self._sign_or_split(sub(x, low), node.args[0], node.args[1], facts) < 0:
                     x = low
-                    return x if self._sign_or_split(_sub(low, high), node.args[1], node.args[2], facts) <= 0 else high
-                return x if self._sign_or_split(_sub(x, high), node.args[0], node.args[2], facts) <= 0 else high
+                    return x if self._sign_or_split(sub(low, high), node.args[1], node.args[2], facts) <= 0 else high
+                return x if self._sign_or_split(sub(x, high), node.args[0], node.args[2], facts) <= 0 else high
             case "sqrt" if not args[0]:
                 return {}
-        return self._opaque(node, (node.op, tuple(map(_key, args))))
+        return self._opaque(node, (node.op, tuple(map(frozen, args))))
 
     def _reduce(self, node: Node, facts: tuple[Fact, ...]) -> Poly:
         """A sum or mean over tokens is linear; other reductions are opaque.
@@ -298,8 +304,8 @@ class Algebra:
             fine = tuple((a, e) for a, e in monomial if self._atoms[a].axis > Axis.SEQUENCE)
             outside: Poly = {tuple(x for x in monomial if x not in fine): coefficient}
             summed = self._atom(("sum_t", fine), False, Axis.SEQUENCE) if fine else length
-            total = _add(total, _mul(outside, summed))
-        return total if kind == "sum" else _mul(total, self._invert(length))
+            total = add(total, mul(outside, summed))
+        return total if kind == "sum" else mul(total, self._invert(length))
 
     # --- signs --------------------------------------------------------------------------------------------------------
 
@@ -315,12 +321,12 @@ class Algebra:
                 return self.truth(node.args[0], facts, memo) or self.truth(node.args[1], facts, memo)
             case "lt" | "le" | "eq":
                 left, right = (self._poly(a, facts, memo) for a in node.args)
-                sign = self._sign_or_split(_sub(left, right), node.args[0], node.args[1], facts)
+                sign = self._sign_or_split(sub(left, right), node.args[0], node.args[1], facts)
                 return sign < 0 if node.op == "lt" else sign <= 0 if node.op == "le" else sign == 0
         flag = self._opaque(node)  # any_t(...): true or false as a whole
-        half: Poly = {_ONE: Fraction(1, 2)}
+        half: Poly = {ONE: Fraction(1, 2)}
         return (
-            self._sign_or_split(_sub(flag, half), ir.where(node, ir.ONE, ir.ZERO), ir.const(Fraction(1, 2)), facts) > 0
+            self._sign_or_split(sub(flag, half), ir.where(node, ir.ONE, ir.ZERO), ir.const(Fraction(1, 2)), facts) > 0
         )
 
     def _sign_or_split(self, p: Poly, left: Node, right: Node, facts: tuple[Fact, ...]) -> int:
@@ -330,8 +336,8 @@ class Algebra:
         content, primitive, _ = self._primitive(p)
         for atom, _ in content:  # first the factors (the advantage), then what is left
             here = self._atoms[atom]
-            if not here.positive and self.sign(_single(atom), facts) is None:
-                raise Split(_single(atom), here.node or left, ir.ZERO if here.node else right)
+            if not here.positive and self.sign(single(atom), facts) is None:
+                raise Split(single(atom), here.node or left, ir.ZERO if here.node else right)
         raise Split(
             primitive if self._content_sign(content, facts) > 0 else {m: -c for m, c in primitive.items()}, left, right
         )
@@ -348,16 +354,16 @@ class Algebra:
         content, primitive, _ = self._primitive(p)
         mixed = [a for a, _ in content if not self._atoms[a].positive]
         if not mixed:
-            return Fact(_key(primitive), sign, left, right)
-        if len(mixed) == 1 and dict(content)[mixed[0]] == 1 and set(primitive) == {_ONE}:
-            return Fact(_key(_single(mixed[0])), sign if primitive[_ONE] > 0 else -sign, left, right)
+            return Fact(frozen(primitive), sign, left, right)
+        if len(mixed) == 1 and dict(content)[mixed[0]] == 1 and set(primitive) == {ONE}:
+            return Fact(frozen(single(mixed[0])), sign if primitive[ONE] > 0 else -sign, left, right)
         return None
 
     def _content_sign(self, content: Monomial, facts: tuple[Fact, ...]) -> int:
         result = 1
         for atom, exponent in content:
             if not self._atoms[atom].positive and exponent.denominator == 1 and int(exponent) % 2:
-                result *= self.sign(_single(atom), facts) or 0
+                result *= self.sign(single(atom), facts) or 0
         return result
 
     def sign(self, p: Poly, facts: tuple[Fact, ...]) -> int | None:
@@ -369,7 +375,7 @@ class Algebra:
         for atom, exponent in content:
             if self._atoms[atom].positive:
                 continue
-            sign = self._linear_sign(_single(atom), facts)
+            sign = self._linear_sign(single(atom), facts)
             if sign == 0:
                 return 0
             if sign is None or exponent.denominator != 1:
@@ -382,10 +388,10 @@ class Algebra:
         return None if inner is None or outer == 0 else inner * outer
 
     def _linear_sign(self, p: Poly, facts: tuple[Fact, ...]) -> int | None:
-        if set(p) <= {_ONE}:
-            c = p.get(_ONE, 0)
+        if set(p) <= {ONE}:
+            c = p.get(ONE, 0)
             return (c > 0) - (c < 0)
-        key = _key(p)
+        key = frozen(p)
         facts = _relevant(facts, key)
         asked = (tuple((f.poly, f.sign) for f in facts), key)
         if asked not in self._signs:
@@ -406,7 +412,7 @@ class Algebra:
             else:
                 inequalities.append((p if fact.sign > 0 else {m: -c for m, c in p.items()}, True))
         inequalities += self._known({m for f in facts for m, _ in f.poly})
-        return _satisfiable(equalities, inequalities)
+        return satisfiable(equalities, inequalities)
 
     def _known(self, monomials: set[Monomial]) -> list[tuple[Poly, bool]]:
         """What holds of these monomials in every cell: signs of products of positive atoms, parameters' bounds."""
@@ -424,7 +430,7 @@ class Algebra:
                     continue
                 for bound, side in ((here.low, 1), (here.high, -1)):
                     if bound is not None:
-                        known.append((_add({monomial: Fraction(side)}, {rest: -side * bound}), False))
+                        known.append((add({monomial: Fraction(side)}, {rest: -side * bound}), False))
                         known += [({rest: 1}, True)] if rest else []
         return known
 
@@ -441,7 +447,7 @@ class Algebra:
             try:
                 evaluate(facts)
             except Split as split:
-                options = [(*facts, Fact(_key(split.poly), s, split.left, split.right)) for s in (-1, 0, 1)]
+                options = [(*facts, Fact(frozen(split.poly), s, split.left, split.right)) for s in (-1, 0, 1)]
                 stack.extend(
                     option for option in options if self.feasible((*_relevant(facts, option[-1].poly), option[-1]))
                 )
@@ -462,110 +468,3 @@ def _relevant(facts: tuple[Fact, ...], poly: tuple[tuple[Monomial, Exact], ...])
                 reached |= {m for m, _ in fact.poly if m}
                 grown = True
     return tuple(fact for i, fact in enumerate(facts) if i in chosen)
-
-
-def _whole(x: Exact) -> Exact:
-    return int(x) if x.denominator == 1 else x
-
-
-def _magnitude(x: Exact) -> Exact:
-    return -x if x < 0 else x
-
-
-def _divide(a: Exact, b: Exact) -> Exact:
-    return a if b == 1 else _whole(Fraction(a) / b)
-
-
-def _single(atom: int) -> Poly:
-    return {((atom, 1),): 1}
-
-
-def _key(p: Poly) -> tuple[tuple[Monomial, Exact], ...]:
-    return tuple(sorted(p.items()))
-
-
-def _add(p: Poly, q: Poly, scale: Exact = 1) -> Poly:
-    result = dict(p)
-    for monomial, coefficient in q.items():
-        total = result.get(monomial, 0) + scale * coefficient
-        if total:
-            result[monomial] = total
-        else:
-            result.pop(monomial, None)
-    return result
-
-
-def _sub(p: Poly, q: Poly) -> Poly:
-    return _add(p, q, -1)
-
-
-def _mul(p: Poly, q: Poly) -> Poly:
-    if len(p) * len(q) > MAX_TERMS**2:
-        raise GiveUp
-    result: Poly = {}
-    for m, a in p.items():
-        for n, b in q.items():
-            exponents = dict(m)
-            for atom, e in n:
-                exponents[atom] = _whole(exponents.get(atom, 0) + e)
-            monomial = tuple(sorted((atom, e) for atom, e in exponents.items() if e))
-            result = _add(result, {monomial: a * b})
-    return result
-
-
-Row = dict[int, Exact]  # a linear form: variable -> coefficient; variable 0 is the number one
-
-
-def _satisfiable(equalities: list[Poly], inequalities: list[tuple[Poly, bool]]) -> bool:
-    """Fourier-Motzkin elimination over the rationals; True also where it grows too large to decide."""
-    numbers: dict[Monomial, int] = {_ONE: 0}
-
-    def row(p: Poly) -> Row:
-        return {numbers.setdefault(m, len(numbers)): c for m, c in p.items()}
-
-    pending = [row(p) for p in equalities]
-    rows = [(row(p), strict) for p, strict in inequalities]
-    while pending:
-        p = pending.pop()
-        variable = max(p, default=0)
-        if variable == 0:
-            if p:
-                return False
-            continue
-        pivot = p[variable]
-        pending = [_combine(r, p, _divide(-r[variable], pivot)) if variable in r else r for r in pending]
-        rows = [(_combine(r, p, _divide(-r[variable], pivot)), s) if variable in r else (r, s) for r, s in rows]
-    while True:
-        rest: dict[object, tuple[Row, bool]] = {}
-        for p, strict in rows:
-            if any(p):  # a variable besides the number one
-                scale = _magnitude(p[max(p)])
-                p = {v: _divide(c, scale) for v, c in p.items()} if scale != 1 else p
-                rest[(tuple(sorted(p.items())), strict)] = (p, strict)
-            elif p.get(0, 0) < 0 or (strict and not p):
-                return False
-        if not rest:
-            return True
-        above_below: dict[int, list[int]] = {}
-        for p, _ in rest.values():
-            for v, c in p.items():
-                if v:
-                    above_below.setdefault(v, [0, 0])[c < 0] += 1
-        variable = min(above_below, key=lambda v: (above_below[v][0] * above_below[v][1], v))
-        above = [(p, s) for p, s in rest.values() if p.get(variable, 0) > 0]
-        below = [(p, s) for p, s in rest.values() if p.get(variable, 0) < 0]
-        rows = [(p, s) for p, s in rest.values() if variable not in p]
-        if len(rows) + len(above) * len(below) > MAX_CONSTRAINTS:
-            return True
-        rows += [(_combine(p, q, _divide(-p[variable], q[variable])), s or t) for p, s in above for q, t in below]
-
-
-def _combine(p: Row, q: Row, scale: Exact) -> Row:
-    result = dict(p)
-    for v, c in q.items():
-        total = result.get(v, 0) + scale * c
-        if total:
-            result[v] = total
-        else:
-            result.pop(v, None)
-    return result

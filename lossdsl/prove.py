@@ -13,12 +13,13 @@ from itertools import islice, product
 import numpy as np
 
 from . import ir
-from .algebra import Algebra, Fact, GiveUp
+from .algebra import Algebra, Fact
 from .autodiff import Gradient, differentiate
 from .axes import Axis
 from .errors import Diagnostic
 from .ir import Node
 from .method import Method, advantage_of, centre_weight, holds_ratio
+from .polynomials import GiveUp
 from .reference import Batch, per_token
 from .samples import sample_batches
 from .text import infix

@@ -90,6 +90,73 @@ def test_real_rollouts(name: str) -> None:
     assert float(out.loss.detach()) == pytest.approx(float(plain.loss.detach()), rel=1e-10, abs=1e-12)
     assert torch.allclose(found_hidden, d_hidden, rtol=0, atol=1e-10)
     assert torch.allclose(found_weight, d_weight, rtol=0, atol=1e-9)
+    if not loss_fn.SUMS and "mu_logprobs" not in loss_fn.needs:  # log-probs are enough: the third entry
+        logp = (hidden @ weight.T).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+        assert float(loss_fn(logp, **given).loss) == pytest.approx(float(plain.loss.detach()), rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "gspo", "seq_tis", "trm_max", "tis_sc", "grpo_entropy", "grpo_k3", "topr"])
+def test_compiled_it_is_the_same(name: str) -> None:
+    case = random_case(lossdsl.load(name), 1)
+    given = padded(case)
+    hidden, weight = as_hidden(case, given)
+    for budget in (7 * weight.shape[0] * 8, None):
+        found, wanted = (
+            gradients(f, hidden, weight, given["tokens"], max_logits_bytes=budget, **keywords(f, given))
+            for f in (lossdsl.compile(name, compile=how, **CHOSEN.get(name, {})) for how in (True, False))
+        )
+        assert torch.allclose(found[0].loss, wanted[0].loss)
+        for x, y in zip(found[1:], wanted[1:], strict=True):
+            assert bool(y.any()) and torch.allclose(x, y, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["score_centering", "tis_sc", "mis_sc"])
+def test_a_top_k_distribution(name: str) -> None:
+    """Three entries and the rest by the tail rule, as the logits entry has it."""
+    loss_fn, case = instance(name), random_case(lossdsl.load(name), 1)
+    given = padded(case)
+    hidden, weight = as_hidden(case, given)
+    top = given.pop("mu_logprobs").topk(3, -1)
+    rest = keywords(loss_fn, given) | {"mu_topk_ids": top.indices, "mu_topk_logprobs": top.values}
+    plain, *wanted = through_logits(loss_fn, hidden, weight, given["tokens"], **rest)
+    for budget in (1, 7 * weight.shape[0] * 8, None):
+        out, *found = gradients(loss_fn, hidden, weight, given["tokens"], max_logits_bytes=budget, **rest)
+        assert torch.allclose(out.loss, plain.loss)
+        assert all(
+            bool(y.any()) and torch.allclose(x, y, rtol=0, atol=1e-9) for x, y in zip(found, wanted, strict=True)
+        )
+
+
+def test_micro_batches_with_global_counts_add_up() -> None:
+    loss_fn, case = instance("grpo"), random_case(lossdsl.load("grpo"), 1)
+    given = padded(case)
+    hidden, weight = as_hidden(case, given)
+    whole, _, wanted = gradients(loss_fn, hidden, weight, given["tokens"], **keywords(loss_fn, given))
+    total, found = 0.0, torch.zeros_like(wanted)
+    for at in (slice(0, 4), slice(4, None)):
+        part = {k: x[at] for k, x in keywords(loss_fn, given).items()} | {"counts": {"n_seqs": len(given["mask"])}}
+        out, _, d_weight = gradients(loss_fn, hidden[at], weight, given["tokens"][at], **part)
+        total, found = total + float(out.loss.detach()), found + d_weight
+    assert total == pytest.approx(float(whole.loss.detach())) and torch.allclose(found, wanted)
+
+
+def test_f1_the_fused_path_has_the_correction_and_the_normaliser() -> None:
+    """hidden (1,0), (0,1); head rows (1,0), (0,1), (0,0); prox = pi, c = 0.01 and 1; values by hand."""
+    head = torch.tensor([[1.0, 0], [0, 1], [0, 0]], dtype=torch.float64)
+    hidden = torch.eye(2, dtype=torch.float64)[None].requires_grad_()
+    tokens = torch.tensor([[0, 1]])
+    logp = (hidden.detach() @ head.T).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    c = torch.tensor([[0.01, 1.0]], dtype=torch.float64)
+    spec = "inputs:\n  c_given: {axis: token, doc: the correction}\nf: min(c_given, 2)\nT: M(r, 0.8, 1.2) * r\nobjective: sg(min(c_given, 2)) * min(r * A, clip(r, 0.8, 1.2) * A)\nnormaliser: token_mean"
+    fused = instance(spec).from_hidden(hidden, head, tokens, mask=torch.ones(1, 2, dtype=torch.bool), advantages=torch.ones(1),
+                                       prox_logp=logp, c_given=c)  # fmt: skip
+    assert float(fused.loss.detach()) == pytest.approx(-0.505)
+    fused.loss.backward()
+    # d loss / d hidden = head.T @ dz with dz[0, 0] = -0.00211942 and dz[1, 1] = -0.21194156; the first unit of head.T is row 0
+    assert hidden.grad is not None
+    assert float(hidden.grad[0, 0, 0]) == pytest.approx(-0.00211942, abs=1e-8)
+    assert float(hidden.grad[0, 1, 1]) == pytest.approx(-0.21194156, abs=1e-8)
 
 
 @pytest.fixture
@@ -214,42 +281,6 @@ def test_methods_by_hand(loss: Any, batch: dict[str, Tensor]) -> None:
     out, d_hidden, d_weight = gradients(loss_fn, hidden, weight, tokens, max_logits_bytes=2 * V * 8, **rest)
     assert torch.allclose(out.loss, plain.loss, rtol=0, atol=1e-12)
     assert torch.allclose(d_hidden, x, rtol=0, atol=1e-12) and torch.allclose(d_weight, y, rtol=0, atol=1e-12)
-
-
-def test_rows_that_carry_nothing_are_never_computed(batch: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masked rows leave; without metrics those with A = 0, too; rows that are clipped skip the backward matmuls."""
-    (hidden, weight, tokens), rest = split(batch)
-    seen: dict[str, int] = {"forward": 0, "backward": 0}
-    loss_fn = instance("token_tis")
-    module = __import__("sys").modules[type(loss_fn).__module__]
-    scores, multiply = module._HiddenRows._scores, module._HiddenRows._multiply
-
-    def counted_scores(self: Any, at: Tensor) -> Tensor:
-        seen["forward"] += len(at)
-        return scores(self, at)
-
-    def counted_multiply(self: Any, at: Tensor, dz: Tensor) -> None:
-        seen["backward"] += len(at)
-        multiply(self, at, dz)
-
-    monkeypatch.setattr(module._HiddenRows, "_scores", counted_scores)
-    monkeypatch.setattr(module._HiddenRows, "_multiply", counted_multiply)
-    live = int(rest["mask"].sum())
-    A = torch.tensor([1.0, 0.0, -1.0]).double()
-    logp = (hidden @ weight.T).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
-    rest |= {"advantages": A, "prox_logp": logp, "mu_logp": logp}
-    gradients(loss_fn, hidden, weight, tokens, **rest)
-    weighted = int(rest["mask"][A != 0].sum())
-    assert seen == {"forward": live, "backward": weighted} and weighted < live
-    seen.update(forward=0, backward=0)
-    loss_fn.metrics = False
-    gradients(loss_fn, hidden, weight, tokens, **rest)
-    assert seen == {"forward": weighted, "backward": weighted}
-    seen.update(forward=0, backward=0)
-    rest["prox_logp"] = logp - torch.where(A[:, None] > 0, 1.0, 0.0)  # r = e where A > 0: clipped
-    _, d_hidden, _ = gradients(loss_fn, hidden, weight, tokens, **rest)
-    assert seen == {"forward": weighted, "backward": int(rest["mask"][A < 0].sum())}
-    assert not bool(d_hidden[A >= 0].any()) and bool(d_hidden[2].any())
 
 
 def test_masked_slots_may_hold_anything(batch: dict[str, Tensor]) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from itertools import product
 
 from .. import ir
-from ..algebra import Algebra, Fact, GiveUp, Split
+from ..algebra import Algebra, Fact, Split
 from ..ir import Node
+from ..polynomials import GiveUp
 from ..prove import differing_cells, shared
 from .side import Side
 

@@ -8,7 +8,7 @@ from html import escape
 import numpy as np
 
 from .map import Map
-from .page import document, file, table
+from .page import document, file, fill, table
 
 
 def map_page(m: Map) -> str:
@@ -22,15 +22,17 @@ def map_page(m: Map) -> str:
         "classes": [c.names for c in m.classes],
     }
     script = f"const DATA = {json.dumps(data).replace('<', chr(92) + 'u003c')};\n{file('map.js')}"
-    return document(
-        "map.html", script,
-        title=escape(f"{len(m.names)} methods{under}"),
+    title = escape(f"{len(m.names)} methods{under}")
+    none = "<p>No two of them have equal gradients for equal advantages.</p>"
+    main = fill(
+        "map.html",
+        title=title,
         notes="\n".join(f"<p class='note'>{escape(note)}</p>" for note in m.notes),
-        classes=table("Equal gradients for equal advantages", ("methods", ""), classes)
-        or "<p>No two of them have equal gradients for equal advantages.</p>",
+        classes=table("Equal gradients for equal advantages", ("methods", ""), classes) or none,
         source=escape(m.source),
         table=table("", ("method", "group", "equal to", "nearest that differs", "cosine"), _rows(m)),
-    )  # fmt: skip
+    )
+    return document(title, main, script)
 
 
 def _rows(m: Map) -> list[tuple[str, ...]]:

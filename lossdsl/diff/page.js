@@ -2,7 +2,7 @@
 "use strict";
 
 const SVG = "http://www.w3.org/2000/svg";
-const state = { p: {}, at: {}, axis: DATA.axis, log: true, zoom: 1, cursor: 0.5 };
+const state = { p: {}, at: {}, axis: DATA.axis, log: true, zoom: 1, cursor: 0.5, second: "", pieces: {}, set: {} };
 for (const side of ["a", "b"]) for (const q of DATA.parameters[side]) state.p[q.key] = q.value;
 for (const c of DATA.coordinates) state.at[c.key] = c.start;
 
@@ -23,41 +23,46 @@ function point(at) {
 
 const weight = (side, sign, v) => W[side + (sign > 0 ? "_pos" : "_neg")](point({ ...state.at, [state.axis]: v }), state.p);
 
-function range() {
-  const c = axisOf();
+// An axis: its ends, and places on it as numbers t from 0 to 1. A ratio is spaced by its log.
+function range(c = axisOf()) {
   if (!c) return [0, 1];
   if (c.kind !== "ratio") return [c.kind === "chance" ? 1e-4 : 0, 1];
   const half = c.span * state.zoom;
   return [Math.exp(-half), Math.exp(half)];
 }
-const logged = () => state.log && axisOf() && axisOf().kind === "ratio";
-const along = t => { const [lo, hi] = range(); return logged() ? lo * (hi / lo) ** t : lo + (hi - lo) * t; };
-const place = v => { const [lo, hi] = range(); return logged() ? Math.log(v / lo) / Math.log(hi / lo) : (v - lo) / (hi - lo); };
+const logged = (c = axisOf()) => state.log && c && c.kind === "ratio";
+const along = (t, c = axisOf()) => { const [lo, hi] = range(c); return logged(c) ? lo * (hi / lo) ** t : lo + (hi - lo) * t; };
+const place = (v, c = axisOf()) => { const [lo, hi] = range(c); return logged(c) ? Math.log(v / lo) / Math.log(hi / lo) : (v - lo) / (hi - lo); };
 
-// What a weight does at v: "masked" (0), "bound" (flat where it is not 0), "moves".
-function action(side, sign, v) {
-  const w = weight(side, sign, v);
-  if (w === 0) return "masked";
-  const near = weight(side, sign, v * (1 + 1e-7));
-  return near === w ? "bound" : "moves";
+// Whether a weight is 0, flat or neither at t.
+function look(side, sign, t) {
+  const v = along(t), w = weight(side, sign, v);
+  return w === 0 ? "masked" : weight(side, sign, v * (1 + 1e-7)) === w ? "flat" : "moves";
 }
 
-// Where the action changes, each place found by bisection.
-function edges(side, sign) {
+// The axis cut where a weight changes what it does, each cut found by bisection: masked, capped or raised (held at a bound), kept.
+function pieces(side, sign) {
   const found = [], n = 400;
-  let before = action(side, sign, along(0));
+  let from = 0, before = look(side, sign, 0);
   for (let i = 1; i <= n; i++) {
-    const now = action(side, sign, along(i / n));
-    if (now !== before) {
-      let lo = (i - 1) / n, hi = i / n;
-      for (let k = 0; k < 60; k++) {
-        const mid = (lo + hi) / 2;
-        if (action(side, sign, along(mid)) === before) lo = mid; else hi = mid;
-      }
-      found.push(along(hi));
+    const now = look(side, sign, i / n);
+    if (now === before) continue;
+    let lo = (i - 1) / n, hi = i / n;
+    for (let k = 0; k < 60; k++) {
+      const mid = (lo + hi) / 2;
+      if (look(side, sign, mid) === before) lo = mid; else hi = mid;
     }
-    before = now;
+    found.push({ from, to: hi, look: before });
+    [from, before] = [hi, now];
   }
+  found.push({ from, to: 1, look: before });
+  // Held: where would the curve go otherwise? On, in the direction in which it comes in from either end.
+  const step = 1e-4, coming = (t, d) => weight(side, sign, along(t + d)) - weight(side, sign, along(t + 2 * d));
+  found.forEach((piece, i) => {
+    const left = found[i - 1]?.look === "moves" ? coming(piece.from, -step) : 0;
+    const right = found[i + 1]?.look === "moves" ? coming(piece.to, step) : 0;
+    piece.kind = piece.look === "masked" ? "masked" : piece.look === "moves" || found.length === 1 ? "kept" : (left || right) < 0 ? "raised" : "capped";
+  });
   return found;
 }
 
@@ -108,15 +113,14 @@ function chart(sign) {
   draw("text", { x: BOX.left - 6, y: 11, "text-anchor": "end" }, svg, "W");
   const seen = new Set();
   ["a", "b"].forEach((side, k) => {
-    const y = BOX.top + h + 24 + 14 * k;  // one strip a side: solid where masked, pale where the weight is a bound
-    const marks = [along(0), ...edges(side, sign), along(1)];
-    for (let i = 0; i + 1 < marks.length; i++) {
-      const kind = action(side, sign, logged() ? Math.sqrt(marks[i] * marks[i + 1]) : (marks[i] + marks[i + 1]) / 2);
-      const x = px(place(marks[i]));
-      draw("rect", { class: kind === "masked" ? `masked ${side}` : kind === "bound" ? `masked bound ${side}` : "", "data-side": side, "data-kind": kind, "data-from": marks[i], "data-to": marks[i + 1], fill: "none", x, y, width: Math.max(0, px(place(marks[i + 1])) - x), height: 9 }, svg);
+    const y = BOX.top + h + 24 + 14 * k;  // one strip a side: solid where masked, pale where capped or raised
+    const cut = state.pieces[side + sign];
+    for (const { from, to, kind } of cut) {
+      const look = kind === "kept" ? "" : kind === "masked" ? `masked ${side}` : `masked bound ${side}`;
+      draw("rect", { class: look, "data-side": side, "data-kind": kind, "data-from": along(from), "data-to": along(to), fill: "none", x: px(from), y, width: px(to) - px(from), height: 9 }, svg);
     }
-    for (const v of marks.slice(1, -1)) {
-      const x = px(place(v)), label = mark(v, lo, hi);
+    for (const { from } of cut.slice(1)) {
+      const x = px(from), label = mark(along(from), lo, hi);
       draw("line", { class: "edge", x1: x, x2: x, y1: BOX.top, y2: BOX.top + h }, svg);
       if (![...seen].some(s => Math.abs(s - x) < 34)) draw("text", { x, y: BOX.top + h + 64, "text-anchor": "middle" }, svg, label);
       seen.add(x);
@@ -135,13 +139,98 @@ function chart(sign) {
   draw("rect", { class: "frame", x: px(0), y: BOX.top, width: w, height: h }, svg);
 }
 
-function readout() {
-  const v = along(state.cursor), label = axisOf() ? axisOf().label : "";
-  const at = sign => ["a", "b"].map(side => `${DATA.labels[side]} ${short(weight(side, sign, v))}`).join(", ");
-  document.getElementById("readout").textContent = `at ${label} = ${mark(v, ...range())}:  A > 0: ${at(1)};  A < 0: ${at(-1)}`;
+// What a weight does at the cursor, in the words of the table of cases.
+function says(side, sign) {
+  const w = weight(side, sign, along(state.cursor)), { kind } = state.pieces[side + sign].find(p => state.cursor <= p.to);
+  return `${DATA.labels[side]} ${short(w)} (${w < 0 ? "flipped" : kind})`;
 }
 
-function render() { chart(1); chart(-1); readout(); }
+function readout() {
+  const label = axisOf() ? axisOf().label : "", at = sign => ["a", "b"].map(side => says(side, sign)).join(", ");
+  document.getElementById("readout").textContent = `at ${label} = ${mark(along(state.cursor), ...range())}:  A > 0: ${at(1)};  A < 0: ${at(-1)}`;
+}
+
+// --- maps: both weights and their difference over the axis and a second quantity ---------------------------------------
+
+const CELLS = 64, MAP = { left: 44, right: 8, top: 6, bottom: 40, width: 300, height: 250 };
+const secondOf = () => DATA.coordinates.find(c => c.key === state.second);
+const cells = of => Array.from({ length: CELLS }, (_, j) => Array.from({ length: CELLS }, (_, i) => of((i + 0.5) / CELLS, (j + 0.5) / CELLS)));
+
+function maps() {
+  const y = secondOf(), x = axisOf();
+  document.getElementById("maps").hidden = !y;
+  if (!y) return;
+  const at = (side, sign) => cells((s, t) => W[side + (sign > 0 ? "_pos" : "_neg")](point({ ...state.at, [x.key]: along(s, x), [y.key]: along(t, y) }), state.p));
+  const found = [1, -1].map(sign => { const [a, b] = ["a", "b"].map(side => at(side, sign)); return { sign, a, b, gap: a.map((row, j) => row.map((v, i) => v - b[j][i])) }; });
+  const most = most98(found.flatMap(f => [f.a, f.b])), widest = most98(found.map(f => f.gap));
+  for (const f of found) for (const kind of ["a", "b", "gap"]) panel(`${kind}${f.sign > 0 ? "-pos" : "-neg"}`, f[kind], kind === "gap" ? v => difference(v / widest) : amount(most), x, y);
+  document.getElementById("map-key").textContent = `W: pale 0, dark ${short(most)} and more, orange below 0; difference: blue where ${DATA.labels.a} is larger, orange where ${DATA.labels.b} is, full colour at ${short(widest)}`;
+}
+
+// The largest size that a scale must show: all but the outermost fiftieth of what is not 0.
+function most98(grids) {
+  const sizes = grids.flat(2).map(Math.abs).filter(v => v > 0 && Number.isFinite(v)).sort((a, b) => a - b);
+  return sizes.length ? sizes[Math.min(sizes.length - 1, Math.floor(0.98 * sizes.length))] : 1;
+}
+
+// A weight is a ratio: what lies between 0 and 1 matters as much as what lies above. Hatched where it is 0.
+const amount = most => (v, i, j) => {
+  if (v === 0) return (i + j) % 6 < 2 ? "#7a7d84" : "#c9cbd0";
+  const t = Math.sqrt(Math.min(1, Math.abs(v) / most));
+  return v < 0 ? `hsl(28 85% ${94 - 44 * t}%)` : `hsl(208 ${40 + 45 * t}% ${95 - 66 * t}%)`;
+};
+const difference = v => { const t = Math.min(1, Math.abs(v)); return v < 0 ? `hsl(28 85% ${100 - 50 * t}%)` : `hsl(208 75% ${100 - 62 * t}%)`; };
+
+function panel(id, grid, colour, x, y) {
+  const svg = document.getElementById(`map-${id}`), canvas = document.createElement("canvas"), pen = canvas.getContext("2d");
+  canvas.width = canvas.height = CELLS;
+  grid.forEach((row, j) => row.forEach((v, i) => { pen.fillStyle = colour(v, i, j); pen.fillRect(i, CELLS - 1 - j, 1, 1); }));
+  svg.replaceChildren();
+  const w = MAP.width - MAP.left - MAP.right, h = MAP.height - MAP.top - MAP.bottom, base = MAP.top + h;
+  const px = t => MAP.left + t * w, py = t => base - t * h;
+  draw("image", { class: "cells", href: canvas.toDataURL(), x: px(0), y: MAP.top, width: w, height: h, preserveAspectRatio: "none" }, svg);
+  for (const v of ticks(...range(x), logged(x))) draw("text", { x: px(place(v, x)), y: base + 15, "text-anchor": "middle" }, svg, mark(v, ...range(x)));
+  for (const v of ticks(...range(y), logged(y))) draw("text", { x: px(0) - 5, y: py(place(v, y)) + 4, "text-anchor": "end" }, svg, mark(v, ...range(y)));
+  draw("text", { x: px(1), y: MAP.height - 6, "text-anchor": "end" }, svg, x.label);
+  draw("text", { x: 2, y: MAP.height - 6 }, svg, `↑ ${y.label}`);
+  const here = place(state.at[y.key], y);
+  draw("line", { class: "cursor", x1: px(state.cursor), x2: px(state.cursor), y1: MAP.top, y2: base }, svg);
+  if (here >= 0 && here <= 1) draw("line", { class: "cursor", x1: px(0), x2: px(1), y1: py(here), y2: py(here) }, svg);
+  draw("rect", { class: "frame", x: px(0), y: MAP.top, width: w, height: h }, svg);
+}
+
+// The second quantity: the first that is not on the axis.
+function chooseSecond() {
+  const others = DATA.coordinates.filter(c => c.key !== state.axis && c.kind !== "flag"), choose = document.getElementById("second");
+  if (!others.some(c => c.key === state.second)) state.second = others.length ? others[0].key : "";
+  choose.replaceChildren(...others.map(c => Object.assign(document.createElement("option"), { value: c.key, textContent: c.label, selected: c.key === state.second })));
+}
+
+function layMaps() {
+  for (const sign of ["pos", "neg"]) for (const kind of ["a", "b", "gap"]) {
+    const figure = document.createElement("figure"), caption = document.createElement("figcaption");
+    caption.textContent = `A ${sign === "pos" ? ">" : "<"} 0: ${kind === "gap" ? "difference" : DATA.labels[kind]}`;
+    figure.append(caption);
+    const svg = draw("svg", { id: `map-${kind}-${sign}`, viewBox: `0 0 ${MAP.width} ${MAP.height}`, role: "img", "aria-label": caption.textContent }, figure);
+    const move = e => {
+      const box = svg.getBoundingClientRect(), unit = MAP.width / box.width, held = t => Math.min(1, Math.max(0, t));
+      state.cursor = held(((e.clientX - box.left) * unit - MAP.left) / (MAP.width - MAP.left - MAP.right));
+      document.getElementById("cursor").value = 1000 * state.cursor;
+      state.set[state.second](along(1 - held(((e.clientY - box.top) * unit - MAP.top) / (MAP.height - MAP.top - MAP.bottom)), secondOf()));
+    };
+    svg.addEventListener("pointerdown", move);
+    svg.addEventListener("pointermove", e => { if (e.buttons) move(e); });
+    document.getElementById("panels").append(figure);
+  }
+}
+
+function render() {
+  for (const side of ["a", "b"]) for (const sign of [1, -1]) state.pieces[side + sign] = pieces(side, sign);
+  chart(1);
+  chart(-1);
+  readout();
+  maps();
+}
 
 // A slider and a number field for one value; log scale for ratios.
 function control(parent, id, label, value, min, max, log, doc, set) {
@@ -157,9 +246,10 @@ function control(parent, id, label, value, min, max, log, doc, set) {
   const toSlider = v => 1000 * (log ? Math.log(v / min) / Math.log(max / min) : (v - min) / (max - min));
   const fromSlider = t => log ? min * (max / min) ** (t / 1000) : min + (max - min) * t / 1000;
   slider.value = toSlider(value);
-  slider.addEventListener("input", () => { const v = fromSlider(Number(slider.value)); field.value = short(v); set(Number(field.value)); render(); });
+  slider.addEventListener("input", () => { field.value = short(fromSlider(Number(slider.value))); set(Number(field.value)); render(); });
   field.addEventListener("input", () => { const v = Number(field.value); if (Number.isFinite(v) && field.value !== "") { slider.value = toSlider(v); set(v); render(); } });
   row.append(name, slider, field);
+  state.set[id.slice(2)] = v => { field.value = short(v); slider.value = toSlider(v); set(Number(field.value)); render(); };
   if (doc) { const d = document.createElement("div"); d.className = "doc"; d.textContent = doc; row.append(d); }
   parent.append(row);
 }
@@ -185,7 +275,9 @@ function start() {
     const ratio = c.kind === "ratio";
     control(rest, `x-${c.key}`, c.label, c.start, ratio ? Math.exp(-c.span) : 0, ratio ? Math.exp(c.span) : c.kind === "number" ? 2 : 1, ratio, "", v => { state.at[c.key] = v; });
   }
-  choose.addEventListener("change", () => { state.axis = choose.value; showRest(); render(); });
+  choose.addEventListener("change", () => { state.axis = choose.value; showRest(); chooseSecond(); render(); });
+  const second = document.getElementById("second");
+  second.addEventListener("change", () => { state.second = second.value; render(); });
   const scale = document.getElementById("scale");
   scale.addEventListener("click", () => { state.log = !state.log; scale.setAttribute("aria-pressed", String(state.log)); render(); });
   document.getElementById("nearer").addEventListener("click", () => { state.zoom /= 1.6; render(); });
@@ -203,6 +295,8 @@ function start() {
   }
   addEventListener("resize", render);
   showRest();
+  chooseSecond();
+  layMaps();
   render();
 }
 

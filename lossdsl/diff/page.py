@@ -47,14 +47,19 @@ def page(diff: Diff) -> str:
         body += [table("", header, rows) for header, rows in measured_rows(diff, diff.measured)]
         body += [f"<p class='note'>{escape(note)}</p>" for note in diff.measured.notes]
     script = _script(diff, view((diff.a, diff.b)))
-    return document("page.html", script, title=f"{a} | {b}", a=a, b=b, verdict="\n".join(verdict), body="\n".join(body))
+    main = fill("page.html", a=a, b=b, verdict="\n".join(verdict), body="\n".join(body))
+    return document(f"{a} | {b}", main, script)
 
 
-def document(template: str, script: str, **markup: str) -> str:
-    """A template with its style and script inside, and a policy that allows these two texts and nothing else."""
+def document(title: str, main: str, script: str) -> str:
+    """A page with its style and script inside, and a policy that allows these two texts and nothing else."""
     style = file("page.css")
     hashes = {"style_hash": _hash(f"\n{style}"), "script_hash": _hash(f"\n{script}")}
-    return Template(file(template)).substitute(style=style, script=script, **hashes, **markup)
+    return fill("document.html", title=title, main=main, style=style, script=script, **hashes)
+
+
+def fill(template: str, **markup: str) -> str:
+    return Template(file(template)).substitute(**markup)
 
 
 def _hash(text: str) -> str:

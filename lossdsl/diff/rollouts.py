@@ -76,20 +76,20 @@ def load_rollouts(path: str | Path, columns: Mapping[str, str] | None = None) ->
     columns = columns or {}
     match path.suffix:
         case ".safetensors":
-            table = lay_out_tensors(_rename(read_safetensors(path), columns, path.name), path.name)
+            table = lay_out_tensors(*_rename(read_safetensors(path), columns, path.name), path.name)
         case ".parquet":
-            table = lay_out_rows(_rename(read_parquet(path), columns, path.name), path.name)
+            table = lay_out_rows(*_rename(read_parquet(path), columns, path.name), path.name)
         case _:
             arrays, lines = read_json_lines(path)
             if not lines:
                 fail(f"{path.name} holds no answers", "one answer a line, each a JSON object")
-            table = lay_out_rows(_rename(arrays, columns, path.name), path.name, lines)
+            table = lay_out_rows(*_rename(arrays, columns, path.name), path.name, lines)
     return _rollouts(table)
 
 
-def _rename(arrays: dict[str, Any], columns: Mapping[str, str], file: str) -> dict[str, Any]:
-    """The file's columns under our names; unknown ones keep theirs (they may be declared inputs)."""
-    found = dict(arrays)
+def _rename(arrays: dict[str, Any], columns: Mapping[str, str], file: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The file's columns under our names, and our name -> theirs; unknown ones keep theirs (they may be declared inputs)."""
+    found, renamed = dict(arrays), dict(columns)
     listed = ", ".join(sorted(arrays))
     for ours, theirs in columns.items():
         if theirs not in arrays:
@@ -103,13 +103,13 @@ def _rename(arrays: dict[str, Any], columns: Mapping[str, str], file: str) -> di
             names = " and ".join(f"`{name}`" for name in present)
             fail(f"{file}: {names} may both be {ours}", f"say which: --columns {ours}={present[0]}")
         if present:
-            found[ours] = arrays[present[0]]
+            found[ours], renamed[ours] = arrays[present[0]], present[0]
     if "logp" not in found:
         fail(
             f"{file} has no log-probs of the policy being trained",
             f"map one: --columns logp=NAME; it has {listed}",
         )
-    return found
+    return found, renamed
 
 
 # --- what the columns mean ----------------------------------------------------------------------------------------------
@@ -123,18 +123,23 @@ def _rollouts(table: Table) -> Rollouts:
     values, notes = _values(tokens, group)
     hidden, head = tokens.vectors("hidden"), table.head
     if hidden is not None and head is not None and (head.ndim != 2 or head.shape[1] != hidden.shape[1]):
-        fail(f"{table.name}: `hidden` is {hidden.shape[1]} wide, `lm_head` is {list(head.shape)}", "it must be [V, H]")
+        fail(
+            f"{table.name}: {table.called('hidden')} is {hidden.shape[1]} wide, {table.called('lm_head')} is {list(head.shape)}",
+            "it must be [V, H]",
+        )
     mu = tokens.distribution("mu_logprobs")
     ids, top = tokens.ids("mu_topk_ids", vector=True), tokens.vectors("mu_topk_logprobs")
     if ids is not None and top is not None:
         if ids.shape != top.shape:
-            fail(f"{table.name}: `mu_topk_ids` holds {ids.shape[1]} per token, `mu_topk_logprobs` {top.shape[1]}")
+            each = f"{table.called('mu_topk_ids')} holds {ids.shape[1]} per token"
+            fail(f"{table.name}: {each}, {table.called('mu_topk_logprobs')} {top.shape[1]}")
         tokens.at_most_zero("mu_topk_logprobs", top)
     sampled = tokens.ids("tokens")
     V = head.shape[0] if hidden is not None and head is not None else mu.shape[1] if mu is not None else None
     if mu is not None and mu.shape[1] != V:
         fail(
-            f"{table.name}: `mu_logprobs` has {mu.shape[1]} entries, `lm_head` has {V} rows", "one vocabulary for both"
+            f"{table.name}: {table.called('mu_logprobs')} has {mu.shape[1]} entries, {table.called('lm_head')} has {V} rows",
+            "one vocabulary for both",
         )
     for name, x in (("tokens", sampled), ("mu_topk_ids", ids)):
         if x is not None and V is not None:
@@ -162,7 +167,9 @@ class _Tokens:
             self._live = mask.astype(bool)
         self.seq, self.position = self.seq[self._live], self.position[self._live]
         if not len(self.seq):
-            fail(f"{table.name} has no live token", "`mask` is 0 everywhere" if self.has("mask") else "")
+            fail(
+                f"{table.name} has no live token", f"{table.called('mask')} is 0 everywhere" if self.has("mask") else ""
+            )
 
     def has(self, name: str) -> bool:
         return any(name in where for where in (self.table.token, self.table.answer, self.table.unread))
@@ -172,18 +179,27 @@ class _Tokens:
         if bad.any():
             t = int(np.argmax(bad.reshape(len(bad), -1).any(1)))
             value = float(x[t][bad[t]].flat[0]) if x.ndim > 1 else float(x[t])
-            fail(f"{self.table.place(int(self.seq[t]))}, token {self.position[t]}: `{name}` is {value:g}", help)
+            fail(
+                f"{self.table.place(int(self.seq[t]))}, token {self.position[t]}: {self.table.called(name)} is {value:g}",
+                help,
+            )
 
     def per_token(self, name: str, vector: bool = False) -> Array:
         table = self.table
         if name in table.unread:
-            fail(table.unread[name], "one value per token, as many as `logp` has")
+            fail(table.unread[name], f"one value per token, as many as {table.called('logp')} has")
         if name in table.answer:
-            fail(f"{table.name}: `{name}` holds one value per answer", "one value per token, as many as `logp` has")
+            fail(
+                f"{table.name}: {table.called(name)} holds one value per answer",
+                f"one value per token, as many as {table.called('logp')} has",
+            )
         x = table.token[name]
         if (x.ndim == 2) != vector:
             has = "one number" if x.ndim == 1 else f"{x.shape[1]} numbers"
-            fail(f"{table.name}: `{name}` holds {has} per token", f"it needs {'a list' if vector else 'one number'}")
+            fail(
+                f"{table.name}: {table.called(name)} holds {has} per token",
+                f"it needs {'a list' if vector else 'one number'}",
+            )
         return x[self._live]
 
     def logp(self, name: str) -> Array:
@@ -231,7 +247,10 @@ class _Tokens:
         changes = found[self.seq] != flat
         if changes.any():
             answer = int(self.seq[np.argmax(changes)])
-            fail(f"{self.table.place(answer)}: `{name}` changes within an answer", "one value per answer")
+            fail(
+                f"{self.table.place(answer)}: {self.table.called(name)} changes within an answer",
+                "one value per answer",
+            )
         return np.asarray(found)
 
     def numbers(self, name: str) -> Array:
@@ -239,11 +258,17 @@ class _Tokens:
         if name in self.table.answer:
             x = self.table.answer[name]
             if x.dtype.kind not in "biuf":
-                fail(f"{self.table.name}: `{name}` holds words, not numbers", "was another column meant?")
+                fail(
+                    f"{self.table.name}: {self.table.called(name)} holds words, not numbers",
+                    "was another column meant?",
+                )
             bad = ~np.isfinite(x)
             if bad.any():
                 i = int(np.argmax(bad))
-                fail(f"{self.table.place(i)}: `{name}` is {x[i]:g}", "drop the answer or give it a number")
+                fail(
+                    f"{self.table.place(i)}: {self.table.called(name)} is {x[i]:g}",
+                    "drop the answer or give it a number",
+                )
         else:
             x = self.per_token(name)
             self.first_bad(name, ~np.isfinite(x), x, "mask that token, or mend the dump")

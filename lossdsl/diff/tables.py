@@ -27,11 +27,13 @@ class Table:
         lines: [S] the line of each answer, where the file has lines.
         token: name -> [N] or [N, k], over all tokens; answer: name -> [S], numbers or words.
         head: [V, H]; unread: name -> why it is none of these.
+        theirs: name -> what the file calls it, where that is something else.
     """
 
     name: str
     lengths: Array
     lines: tuple[int, ...] = ()
+    theirs: dict[str, str] = field(default_factory=dict)
     token: dict[str, Array] = field(default_factory=dict)
     answer: dict[str, Array] = field(default_factory=dict)
     head: Array | None = None
@@ -40,6 +42,10 @@ class Table:
     def place(self, answer: int) -> str:
         """Where an answer (counted from 0) stands, for people."""
         return f"{self.name}{f':{self.lines[answer]}' if self.lines else ''}: answer {answer + 1}"
+
+    def called(self, name: str) -> str:
+        """A column of ours, in the file's own words."""
+        return f"`{self.theirs.get(name, name)}`"
 
 
 def fail(message: str, help: str = "") -> NoReturn:
@@ -100,7 +106,7 @@ def read_json_lines(path: Path) -> tuple[dict[str, Any], tuple[int, ...]]:
 # --- one shape for all ------------------------------------------------------------------------------------------------
 
 
-def lay_out_tensors(named: dict[str, Array], name: str) -> Table:
+def lay_out_tensors(named: dict[str, Array], theirs: dict[str, str], name: str) -> Table:
     logp = named["logp"]
     ids = named.get("seq_ids")
     if logp.ndim == 2:
@@ -114,28 +120,33 @@ def lay_out_tensors(named: dict[str, Array], name: str) -> Table:
     else:
         has = f" and seq_ids {list(ids.shape)}" if ids is not None else ""
         fail(
-            f"{name}: `logp` has shape {list(logp.shape)}{has}",
+            f"{name}: `{theirs.get('logp', 'logp')}` has shape {list(logp.shape)}{has}",
             "it must be [answers, tokens], or [tokens] with seq_ids of that shape",
         )
     lead = logp.shape
-    table = Table(name, lengths, head=named.get("lm_head"))
+    table = Table(name, lengths, theirs=theirs, head=named.get("lm_head"))
     for key, array in named.items():
         if array.shape[: len(lead)] == lead and array.ndim <= len(lead) + 1:
             table.token[key] = array.reshape(lengths.sum(), *array.shape[len(lead) :])
         elif array.shape == lengths.shape:
             table.answer[key] = array
         else:
-            table.unread[key] = f"{name}: `{key}` has shape {list(array.shape)}, `logp` has {list(lead)}"
+            table.unread[key] = (
+                f"{name}: {table.called(key)} has shape {list(array.shape)}, {table.called('logp')} has {list(lead)}"
+            )
     return table
 
 
-def lay_out_rows(named: dict[str, list[Any]], name: str, lines: tuple[int, ...] = ()) -> Table:
+def lay_out_rows(named: dict[str, list[Any]], theirs: dict[str, str], name: str, lines: tuple[int, ...] = ()) -> Table:
     logp = named["logp"]
     if not logp:
         fail(f"{name} holds no answers")
-    table = Table(name, np.array([len(x) if isinstance(x, list) else -1 for x in logp]), lines)
+    table = Table(name, np.array([len(x) if isinstance(x, list) else -1 for x in logp]), lines, theirs)
     if (table.lengths < 0).any():
-        fail(f"{table.place(int(np.argmin(table.lengths)))}: `logp` is not a list", "one number per token")
+        fail(
+            f"{table.place(int(np.argmin(table.lengths)))}: {table.called('logp')} is not a list",
+            "one number per token",
+        )
     for key, column in named.items():
         if any(isinstance(x, list) for x in column):
             flat = _per_token(table, key, column)
@@ -154,11 +165,11 @@ def _per_token(table: Table, key: str, column: list[Any]) -> Array | str:
     """[N] or [N, k] of a column of lists, or why it is neither."""
     parts: list[Array] = []
     for answer, (values, wanted) in enumerate(zip(column, table.lengths, strict=True)):
-        here = f"{table.place(answer)}: `{key}`"
+        here = f"{table.place(answer)}: {table.called(key)}"
         if not isinstance(values, list):
             return f"{here} is {'missing' if values is None else 'not a list'}"
         if len(values) != wanted:
-            return f"{here} has {len(values)} values, `logp` has {wanted}"
+            return f"{here} has {len(values)} values, {table.called('logp')} has {wanted}"
         if not values:
             continue
         try:
