@@ -87,7 +87,7 @@ class Browser:
                 self.errors.append(params["entry"]["text"])
             case "Runtime.consoleAPICalled" if params["type"] == "error":
                 self.errors.append(str(params["args"]))
-            case "Network.requestWillBeSent":
+            case "Network.requestWillBeSent" if not params["request"]["url"].startswith("data:"):  # that asks nobody
                 self.requests.append(params["request"]["url"])
 
     # --- what tests do ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from html import unescape
@@ -17,6 +18,7 @@ import lossdsl
 from lossdsl.diff.page import page
 from lossdsl.diff.report import Diff, compare
 from lossdsl.diff.text import verdict_text
+from lossdsl.diff.view import view
 
 HOSTILE = '</script><script>window.bitten = 1</script><img src=x onerror="window.bitten = 2">'
 
@@ -186,7 +188,8 @@ def test_the_reading_is_the_weight(browser: Browser, tmp_path: Path) -> None:
     browser.run("document.getElementById('cursor').focus()")
     browser.press("End", 35)
     assert re.search(
-        r"at r = [\d.]+:  A > 0: dapo 0, cispo 1.28;", browser.run("document.getElementById('readout').textContent")
+        r"at r = [\d.]+:  A > 0: dapo 0 \(masked\), cispo 1.28 \(capped\);",
+        browser.run("document.getElementById('readout').textContent"),
     )
 
 
@@ -203,6 +206,72 @@ def test_what_is_not_on_the_axis_has_a_slider(browser: Browser, tmp_path: Path) 
     pieces = masks(browser, "pos", "b")
     assert [pytest.approx(x, rel=1e-9) for x in (0.5, 5.0)] == [pieces[0][1], pieces[1][0]]
     assert browser.run("document.getElementById('x-c').parentElement.hidden") is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("dapo", "cispo"),
+        ("token_tis", "icepop"),
+        ("grpo", "dual_clip_ppo"),
+        ("reinforce", "grpo"),
+        ("topr", "pipelinerl"),
+        ("tis_sc", "scalerl_cispo"),
+        ("sapo", "gspo"),
+    ],
+)
+def test_the_strips_say_what_the_table_says(browser: Browser, pair: tuple[str, str], tmp_path: Path) -> None:
+    """At the sample point of every case that has a ratio on the axis, the word in the table of cases."""
+    diff = lossdsl.compare(*pair)
+    show(browser, diff, tmp_path)
+    keys = {c.label: c.key for c in view((diff.a, diff.b)).coordinates}
+    told = 0
+    for case in diff.cases:
+        at = {keys[name]: value for name, value in case.sample if name in keys}
+        if set(at) == set(keys.values()):
+            script = f"Object.assign(state.at, {json.dumps(at)}); state.cursor = place(state.at[state.axis]); render();"
+            read = browser.run(f"{script} ['a', 'b'].map(side => says(side, {case.sign}))")
+            told += 1
+            assert [re.search(r"\((\w+)\)", x)[1] for x in read] == list(case.actions), (at, read)  # type: ignore[index]
+    assert told >= 2
+
+
+PIXEL = """new Promise(done => {{
+  const image = new Image();
+  image.onload = () => {{
+    const pen = Object.assign(document.createElement("canvas"), {{ width: image.width, height: image.height }}).getContext("2d");
+    pen.drawImage(image, 0, 0);
+    const at = (v, c) => Math.floor(place(v, DATA.coordinates.find(x => x.label === c)) * image.width);
+    done([...pen.getImageData(at({x}, {across!r}), image.height - 1 - at({y}, {up!r}), 1, 1).data].slice(0, 3));
+  }};
+  image.src = document.querySelector("#map-{panel} image").getAttribute("href");
+}})"""
+
+
+@pytest.mark.slow
+def test_maps_show_where_two_ratios_mask(browser: Browser, tmp_path: Path) -> None:
+    """At c = 10, r = 1: min(c, 2) r counts, c 1[0.5 <= c <= 5] r is masked (grey); a press moves the token there."""
+    show(browser, lossdsl.compare("token_tis", "icepop"), tmp_path)
+
+    def grey(panel: str, c: float, r: float) -> bool:
+        red, _, blue = browser.run(PIXEL.format(x=c, y=r, across="c", up="r", panel=panel))
+        return abs(red - blue) < 15 and red < 240
+
+    assert browser.run("[state.axis, state.second]") == ["c", "r"]
+    for c, r, a, b in ((10, 1, False, True), (3, 1, False, False), (3, 1.3, True, True), (0.3, 1, False, True)):
+        assert (grey("a-pos", c, r), grey("b-pos", c, r)) == (a, b), (c, r)
+    enter(browser, "p-b.beta-number", 20)
+    assert not grey("b-pos", 10, 1)
+    assert not grey("a-neg", 3, 1.3) and grey("a-neg", 3, 0.75)
+    browser.run("""{ const svg = document.getElementById("map-b-pos"), box = svg.getBoundingClientRect(), unit = box.width / MAP.width;
+      svg.dispatchEvent(new PointerEvent("pointerdown", { clientX: box.left + MAP.left * unit, clientY: box.top + MAP.top * unit, bubbles: true })); }""")
+    lowest, highest = browser.run("[range()[0], range(secondOf())[1]]")
+    assert browser.run("along(state.cursor)") == pytest.approx(lowest, rel=1e-3)
+    assert browser.run("state.at.r") == pytest.approx(highest, rel=1e-3)
+    assert float(browser.run("document.getElementById('x-r-number').value")) == pytest.approx(highest, rel=1e-3)
+    show(browser, lossdsl.compare("dapo", "cispo"), tmp_path)
+    assert browser.run("document.getElementById('maps').hidden") is True
 
 
 @pytest.mark.slow

@@ -82,6 +82,15 @@ class Branches:
             self._known[key] = node, tuple(taken)
         return self._known[key]
 
+    def nominal(self, distance: Array) -> Node:
+        """The weight as it reads where nothing binds: at the probe of least `distance` from ratios of 1 that says anything."""
+        order = np.argsort(distance, kind="stable")
+        for token in order[:40]:
+            node = self.piece(int(token))[0]
+            if node is not ir.ZERO and not constant(node):
+                return node
+        return self.piece(int(order[0]))[0]
+
 
 def outside_reductions(root: Node) -> list[Node]:
     """The nodes that a token's weight branches on; what a reduction does inside is its own."""

@@ -21,7 +21,6 @@ from ..reference import Array, Batch, per_token
 from .branches import Branches, Decision
 from .equality import Equality
 from .naming import spell
-from .probes import constant
 from .regions import Interval, Region, constraints, join, on_a_bound
 from .side import Side
 
@@ -70,7 +69,9 @@ def cases(sides: tuple[Side, Side], batch: Batch, probes: Array, algebra: Equali
             else:
                 where, also = constraints((*pieces[0][1], *pieces[1][1]), values)
                 found[key] = Region(where, also, (pieces[0][0], pieces[1][0]), [token])
-        nominal = [_nominal(b, batch, allowed) for b in branches]
+        logs = batch.logp
+        spread = np.abs(logs["pi"] - logs["prox"]) + np.abs(logs["prox"] - logs["mu"])
+        nominal = [b.nominal(np.where(allowed, spread, np.inf)) for b in branches]
         plain = [per_token(n, batch, values) for n in nominal]
         made = []
         for region in join(list(found.values())):
@@ -79,8 +80,7 @@ def cases(sides: tuple[Side, Side], batch: Batch, probes: Array, algebra: Equali
             token = region.probes[0] if same or not any(gaps) else region.probes[gaps.index(True)]
             numbers = tuple(float(b.values[token]) for b in branches)
             actions = tuple(
-                action(w, v, n, float(p[token]))
-                for w, v, n, p in zip(region.weights, numbers, nominal, plain, strict=True)
+                action(w, v, float(p[token])) for w, v, p in zip(region.weights, numbers, plain, strict=True)
             )
             shown = sample(region, token, sides, batch, values)
             made.append(
@@ -118,29 +118,13 @@ def _holds(side: Side, batch: Batch, sign: int, values: Mapping[str, float]) -> 
     return result
 
 
-def _nominal(branches: Branches, batch: Batch, probes: Array) -> Node:
-    """The weight as it reads where nothing binds: at ratios of 1, else at the nearest probe."""
-    logs = batch.logp
-    spread = np.abs(logs["pi"] - logs["prox"]) + np.abs(logs["prox"] - logs["mu"])
-    order = np.argsort(np.where(probes, spread, np.inf), kind="stable")
-    for token in order[:40]:
-        node = branches.piece(int(token))[0]
-        if node is not ir.ZERO and not constant(node):
-            return node
-    return branches.piece(int(order[0]))[0]
-
-
-def action(weight: Node, value: float, nominal: Node, plain: float) -> str:
-    """What a method does to the token here, against what it does where nothing binds."""
+def action(weight: Node, value: float, plain: float) -> str:
+    """What a method does to the token here, against `plain`, its value where nothing binds."""
     if weight is ir.ZERO:
         return "masked"
     if value < 0:
         return "flipped"
-    if weight is nominal or _close(value, plain):
-        return "kept"
-    if constant(weight) or math.isfinite(value):
-        return "capped" if value < plain else "raised"
-    return "changed"
+    return "kept" if _close(value, plain) else "capped" if value < plain else "raised"
 
 
 def sample(

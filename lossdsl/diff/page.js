@@ -21,7 +21,8 @@ function point(at) {
   return x;
 }
 
-const weight = (side, sign, v) => W[side + (sign > 0 ? "_pos" : "_neg")](point({ ...state.at, [state.axis]: v }), state.p);
+// The weight with the axis at v; `plain`, what it is where nothing binds.
+const weight = (side, sign, v, plain = "") => W[side + (sign > 0 ? "_pos" : "_neg") + plain](point({ ...state.at, [state.axis]: v }), state.p);
 
 // An axis: its ends, and places on it as numbers t from 0 to 1. A ratio is spaced by its log.
 function range(c = axisOf()) {
@@ -34,35 +35,30 @@ const logged = (c = axisOf()) => state.log && c && c.kind === "ratio";
 const along = (t, c = axisOf()) => { const [lo, hi] = range(c); return logged(c) ? lo * (hi / lo) ** t : lo + (hi - lo) * t; };
 const place = (v, c = axisOf()) => { const [lo, hi] = range(c); return logged(c) ? Math.log(v / lo) / Math.log(hi / lo) : (v - lo) / (hi - lo); };
 
-// Whether a weight is 0, flat or neither at t.
-function look(side, sign, t) {
-  const v = along(t), w = weight(side, sign, v);
-  return w === 0 ? "masked" : weight(side, sign, v * (1 + 1e-7)) === w ? "flat" : "moves";
+// What a weight does at t, in the words of the table of cases.
+function action(side, sign, t) {
+  const w = weight(side, sign, along(t)), plain = weight(side, sign, along(t), "_plain");
+  if (w === 0) return "masked";
+  if (w < 0) return "flipped";
+  return Math.abs(w - plain) <= 1e-9 * Math.max(1, Math.abs(w), Math.abs(plain)) ? "kept" : w < plain ? "capped" : "raised";
 }
 
-// The axis cut where a weight changes what it does, each cut found by bisection: masked, capped or raised (held at a bound), kept.
+// The axis cut where a weight changes what it does, each cut found by bisection.
 function pieces(side, sign) {
   const found = [], n = 400;
-  let from = 0, before = look(side, sign, 0);
+  let from = 0, before = action(side, sign, 0);
   for (let i = 1; i <= n; i++) {
-    const now = look(side, sign, i / n);
+    const now = action(side, sign, i / n);
     if (now === before) continue;
     let lo = (i - 1) / n, hi = i / n;
     for (let k = 0; k < 60; k++) {
       const mid = (lo + hi) / 2;
-      if (look(side, sign, mid) === before) lo = mid; else hi = mid;
+      if (action(side, sign, mid) === before) lo = mid; else hi = mid;
     }
-    found.push({ from, to: hi, look: before });
+    found.push({ from, to: hi, kind: before });
     [from, before] = [hi, now];
   }
-  found.push({ from, to: 1, look: before });
-  // Held: where would the curve go otherwise? On, in the direction in which it comes in from either end.
-  const step = 1e-4, coming = (t, d) => weight(side, sign, along(t + d)) - weight(side, sign, along(t + 2 * d));
-  found.forEach((piece, i) => {
-    const left = found[i - 1]?.look === "moves" ? coming(piece.from, -step) : 0;
-    const right = found[i + 1]?.look === "moves" ? coming(piece.to, step) : 0;
-    piece.kind = piece.look === "masked" ? "masked" : piece.look === "moves" || found.length === 1 ? "kept" : (left || right) < 0 ? "raised" : "capped";
-  });
+  found.push({ from, to: 1, kind: before });
   return found;
 }
 
@@ -116,7 +112,7 @@ function chart(sign) {
     const y = BOX.top + h + 24 + 14 * k;  // one strip a side: solid where masked, pale where capped or raised
     const cut = state.pieces[side + sign];
     for (const { from, to, kind } of cut) {
-      const look = kind === "kept" ? "" : kind === "masked" ? `masked ${side}` : `masked bound ${side}`;
+      const look = kind === "kept" || kind === "flipped" ? "" : kind === "masked" ? `masked ${side}` : `masked bound ${side}`;
       draw("rect", { class: look, "data-side": side, "data-kind": kind, "data-from": along(from), "data-to": along(to), fill: "none", x: px(from), y, width: px(to) - px(from), height: 9 }, svg);
     }
     for (const { from } of cut.slice(1)) {
@@ -139,11 +135,7 @@ function chart(sign) {
   draw("rect", { class: "frame", x: px(0), y: BOX.top, width: w, height: h }, svg);
 }
 
-// What a weight does at the cursor, in the words of the table of cases.
-function says(side, sign) {
-  const w = weight(side, sign, along(state.cursor)), { kind } = state.pieces[side + sign].find(p => state.cursor <= p.to);
-  return `${DATA.labels[side]} ${short(w)} (${w < 0 ? "flipped" : kind})`;
-}
+const says = (side, sign) => `${DATA.labels[side]} ${short(weight(side, sign, along(state.cursor)))} (${action(side, sign, state.cursor)})`;
 
 function readout() {
   const label = axisOf() ? axisOf().label : "", at = sign => ["a", "b"].map(side => says(side, sign)).join(", ");

@@ -116,7 +116,11 @@ def table(title: str, header: tuple[str, ...], rows: Any, marked: list[bool] | N
 
 def _script(diff: Diff, v: View) -> str:
     """The emitted functions, what they are drawn over, and the page's own script."""
-    names = {f"{side}_{'pos' if sign > 0 else 'neg'}": node for (side, sign), node in v.weights.items()}
+    names = {
+        f"{side}_{'pos' if sign > 0 else 'neg'}{suffix}": node
+        for suffix, nodes in (("", v.weights), ("_plain", v.plain))
+        for (side, sign), node in nodes.items()
+    }
     coordinates = [_coordinate(c, diff) for c in v.coordinates]
     data = {
         "labels": dict(zip(SIDES, (diff.a.label, diff.b.label), strict=True)),

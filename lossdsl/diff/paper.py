@@ -84,14 +84,14 @@ class Paper:
     axes: tuple[Axis, ...]
     resting: tuple[Coordinate, ...]
 
-    def weight(self, side: int, sign: int, *where: Array) -> Array:
-        """W at the given values of the axes."""
+    def weight(self, side: int, sign: int, *where: Array, plain: bool = False) -> Array:
+        """W, or what it is where nothing binds, at the given values of the axes."""
         at: dict[str, Array | float] = {}
         for coordinate, values in zip(self._moved, where, strict=True):
             at[coordinate.key] = values
         if self._before_after:
             at[self._moved[1].key] = where[1] / where[0]  # the ratio of the two probabilities
-        w = self.view.values(SIDES[side], sign, at)
+        w = self.view.values(SIDES[side], sign, at, plain)
         return np.broadcast_to(w, np.shape(where[0])) if len(w) == 1 else w
 
     @property
@@ -190,8 +190,6 @@ def stretches(on: Paper, side: int, sign: int, points: int = 801) -> Iterator[St
             continue  # a weight that is the same everywhere is not bounded, unless it is 0
         low = grid[0] if first == 0 else border(grid[first], grid[first - 1], level)
         high = grid[-1] if last == points else border(grid[last - 1], grid[last], level)
-        # Where the curve would go, were it not held: on, in the direction in which it comes in from either end.
-        coming = [steps[first - 2]] if first > 1 else []
-        coming += [-steps[last]] if last < points - 1 else []
-        kind = "masked" if level == 0 else "raised" if next((x for x in coming if x), 0) < 0 else "capped"
+        middle = float(on.weight(side, sign, axis.x(np.array([(low + high) / 2])), plain=True)[0])
+        kind = "masked" if level == 0 else "raised" if level > middle else "capped"
         yield Stretch(kind, float(axis.x(low)), float(axis.x(high)), level)

@@ -17,7 +17,7 @@ from ..axes import Axis
 from ..ir import Node
 from ..reference import Array, Batch, per_token
 from ..simplify import erase
-from .branches import is_log
+from .branches import Branches, is_log
 from .naming import spell
 from .side import Side
 
@@ -45,11 +45,21 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class View:
-    """Coordinates, and (side, sign of A) -> weight over them."""
+    """Coordinates, (side, sign of A) -> weight over them, and -> the weight as it reads where nothing binds."""
 
     sides: tuple[Side, Side]
     coordinates: tuple[Coordinate, ...]
     weights: Mapping[tuple[str, int], Node]
+
+    @cached_property
+    def plain(self) -> Mapping[tuple[str, int], Node]:
+        ratios = [c for c in self.coordinates if c.logged]
+        steps = [x for t in (0.05, 0.2, 0.5) for x in (1 + t, 1 - t)]
+        places = [dict.fromkeys((c.key for c in ratios), 1.0)]
+        places += [{c.key: x if c is moved else 1.0 for c in ratios} for x in steps for moved in ratios]
+        at = {c.key: np.array([p[c.key] for p in places]) for c in ratios}
+        batch, distance = self._batch(at), np.arange(len(places), dtype=np.float64)
+        return {key: Branches(node, batch, self.parameters).nominal(distance) for key, node in self.weights.items()}
 
     @cached_property
     def parameters(self) -> dict[str, float]:
@@ -65,9 +75,10 @@ class View:
         """Coordinates that are ratios, the ones to draw over first."""
         return tuple(c for c in self.coordinates if c.kind == "ratio")
 
-    def values(self, side: str, sign: int, at: Mapping[str, Array | float]) -> Array:
-        """W over arrays of coordinates; those that are not given rest."""
-        return per_token(self.weights[side, sign], self._batch(at), self.parameters)
+    def values(self, side: str, sign: int, at: Mapping[str, Array | float], plain: bool = False) -> Array:
+        """W, or the plain W, over arrays of coordinates; those that are not given rest."""
+        nodes = self.plain if plain else self.weights
+        return per_token(nodes[side, sign], self._batch(at), self.parameters)
 
     def _batch(self, at: Mapping[str, Array | float]) -> Batch:
         given = np.broadcast_arrays(*(np.asarray(at.get(c.key, c.start), dtype=np.float64) for c in self.coordinates))
