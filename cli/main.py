@@ -193,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--hidden", type=int, required=True, help="width of the model")
     p.add_argument("--vocab", type=int, required=True, help="entries of the vocabulary")
     p.add_argument("--dtype", default="bf16", help="bf16 (the default), fp16, fp32 or fp64")
-    p.add_argument("--budget", default="128MiB", metavar="BYTES", help="of the logits buffer (default: 128MiB)")
+    p.add_argument("--budget", default="256MiB", metavar="BYTES", help="of the logits buffer (default: 256MiB)")
     p.add_argument("--longest", type=int, help="tokens of the longest answer (default: all are one answer)")
     p.add_argument("--frozen-head", action="store_true", help="the head takes no gradient")
     p.add_argument("--json", action="store_true", help="the plan as JSON")

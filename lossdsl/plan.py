@@ -10,7 +10,7 @@ from .method import Method
 from .schedule import Schedule
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-BUDGET = 128 << 20  # the default of from_hidden on a CPU
+BUDGET = 256 << 20  # the default of from_hidden on a CPU
 _UNITS = {"": 0, "b": 0, "k": 10, "m": 20, "g": 30}  # kB, KiB and K are one
 
 
@@ -83,12 +83,12 @@ def plan_of(
     unit = {"token": 1, "sequence": answer, "batch": tokens}[schedule.waits]
     two = unit > step
     products = (2 if frozen_head else 3) + two
-    head = 0 if frozen_head else vocab * hidden * (max(size, 4) + (size if size < 4 else 0))
+    sums, head = (0, 0) if frozen_head else (vocab * hidden * max(size, 4), vocab * hidden * (size if size < 4 else 0))
     full = tokens * vocab * 2 * size + (0 if frozen_head else vocab * hidden * size) + tokens * hidden * size
     logits, states = rows * vocab * size, tokens * hidden * size
     return Plan(
-        method.name, tokens, rows, -(-tokens // rows), 1 + two, products, logits, head, states,
-        logits + head + states, full, tuple(_why(schedule, unit, step, two, frozen_head, size)),
+        method.name, tokens, rows, -(-tokens // rows), 1 + two, products, logits, sums + head, states,
+        states + sums + max(logits, head), full, tuple(_why(schedule, unit, step, two, frozen_head, size)),
     )  # fmt: skip
 
 

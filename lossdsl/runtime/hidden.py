@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from .compute import _live
-from .logits import _read, _row_inputs, _rows_forward, _run, _write
+from .logits import _piece_bytes, _read, _row_inputs, _rows_forward, _run, _write
 
 # === body ===
 
 _SLICE = 16 << 20  # bytes of the weight gradient that are added up at a time: they stay in a CPU's cache
-_PIECE = 32 << 20  # bytes of each float32 temporary where the chunk body leaves any
 _PAYS = 0.9  # rows without a gradient leave before the backward matmuls where at most this share is left
 
 
 def _default_bytes(device: torch.device) -> int:
     """Of the logits buffer: rows enough that the weight gradient's traffic is small beside the matmuls."""
-    return 128 << 20 if device.type == "cpu" else 1 << 30
+    return 256 << 20 if device.type == "cpu" else 1 << 30
 
 
 class _HiddenRows:
@@ -59,7 +58,7 @@ class _HiddenRows:
         vocab, n = weight.shape[0], tokens.numel()
         self.step = max(1, max_bytes // max(vocab * weight.element_size(), 1))
         dense = {k for k in _read(loss) if k.startswith("log_")} - ({"log_mu"} if "ids" in self.rows else set())
-        self.small = max(1, _PIECE // max(vocab * self.dtype.itemsize, 1))
+        self.small = max(1, _piece_bytes(hidden.device) // max(vocab * self.dtype.itemsize, 1))
         self.piece = self.step if loss.compiled and not dense else self.small
         names = ("logp", "lse", *loss.SUMS, *(("centre",) if loss.centre is not None else ()))
         self.found = {name: torch.zeros(n, 1, dtype=self.dtype, device=hidden.device) for name in names}
@@ -77,7 +76,8 @@ class _HiddenRows:
         like_hidden, like_weight, like_bias = wanted
         self.d_hidden = torch.zeros_like(self.hidden) if like_hidden else None
         wide = self.dtype if weight.dtype in (torch.bfloat16, torch.float16) else weight.dtype
-        self.d_weight = torch.zeros_like(weight, dtype=wide) if like_weight else None
+        self.d_weight = torch.empty_like(weight, dtype=wide) if like_weight else None
+        self.summed = 0  # whether a chunk's part is in there already: the first is written, not added
         self.d_bias = torch.zeros(vocab, dtype=self.dtype, device=hidden.device) if like_bias else None
 
     def run(self) -> None:
@@ -169,17 +169,20 @@ class _HiddenRows:
             self.d_bias += dz.sum(0, dtype=self.dtype)
         if self.d_weight is None:
             return
-        h = self._states(at)
+        h, more, self.summed = self._states(at), self.summed, 1
         if self.d_weight.dtype is dz.dtype:
-            self.d_weight.addmm_(dz.t(), h)
+            self.d_weight.addmm_(dz.t(), h, beta=more)
             return
         step = max(1, _SLICE // max(h.shape[1] * h.element_size(), 1))
         for a in range(0, dz.shape[1], step):  # a 16-bit product, added up in float32
-            self.d_weight[a : a + step] += torch.mm(dz[:, a : a + step].t(), h)
+            part, product = self.d_weight[a : a + step], torch.mm(dz[:, a : a + step].t(), h)
+            part.add_(product) if more else part.copy_(product)
 
     def weight_gradient(self, weight: Tensor) -> Tensor:
         """In the head's own dtype, with nothing for padded columns."""
         assert self.d_weight is not None
+        if not self.summed:
+            self.d_weight.zero_()
         if self.d_weight.dtype is weight.dtype and self.d_weight.shape == weight.shape:
             return self.d_weight
         whole = torch.empty_like(weight, memory_format=torch.contiguous_format)

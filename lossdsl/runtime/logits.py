@@ -50,7 +50,7 @@ class _Rows:
         temperature: float | Tensor,
         shift: bool,
         given: Mapping[str, Tensor],
-        max_bytes: int,
+        max_bytes: int | None,
         inplace: bool = False,
     ) -> None:
         self.loss, self.shape, self.inplace = loss, logits.shape, inplace
@@ -62,6 +62,7 @@ class _Rows:
         self.tensors["logits"] = logits.detach().reshape(n, vocab)[: n - self.skip]
         # Compiled, a row that reads nothing but its own logits leaves no temporaries: one chunk.
         fused = loss.compiled and not any(x.startswith("log_") for x in _read(loss))
+        max_bytes = _piece_bytes(logits.device) if max_bytes is None else max_bytes
         self.step = max(1, n if fused else max_bytes // max(vocab * self.dtype.itemsize, 1))
 
     def _chunks(self, tensors: Mapping[str, Tensor]) -> list[tuple[slice, dict[str, Tensor]]]:
@@ -157,6 +158,11 @@ def _row_inputs(
         if name in read and x is not None:
             found[name] = per_token(x.to(dtype)) if x.dim() else x.detach().to(dtype)
     return found
+
+
+def _piece_bytes(device: torch.device) -> int:
+    """Of each float32 temporary that rows leave: on a CPU they stay in its cache and on its heap."""
+    return 4 << 20 if device.type == "cpu" else 256 << 20
 
 
 def _run(loss: Any, function: Callable[..., Any], rows: dict[str, Tensor], key: Any = None) -> Any:

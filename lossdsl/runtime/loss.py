@@ -225,7 +225,7 @@ class PolicyLoss(torch.nn.Module):
         counts: Mapping[str, Any] | None = None,
         temperature: float | Tensor = 1.0,
         shift: bool = False,
-        max_chunk_bytes: int = 64 << 20,
+        max_chunk_bytes: int | None = None,
         inplace: bool = False,
         **inputs: Any,
     ) -> Output:
@@ -239,7 +239,7 @@ class PolicyLoss(torch.nn.Module):
             temperature: that of the sampler: a number, or one per answer ([B]) or token (like `tokens`).
             shift: logits[t] scores tokens[t + 1], without a copy of the logits; every other input is aligned with
                 `tokens`, and an answer's first position, which nothing scores, must not be live.
-            max_chunk_bytes: bound on each float32 temporary.
+            max_chunk_bytes: bound on each float32 temporary (default 4 MiB on a CPU, 256 MiB elsewhere).
             inplace: backward writes the gradient over `logits`, which then hold it; autograd refuses where something else
                 needs them again.
             inputs: as `forward`; the sampler's distribution as mu_logprobs [..., V], or as its top k:
@@ -299,7 +299,7 @@ class PolicyLoss(torch.nn.Module):
             tokens: [B, T] or [N]: the sampled ids.
             logit_scale, softcap: what the model does to its logits before the softmax.
             vocab_size: how many of the V rows are tokens; padding rows beyond never get probability nor gradient.
-            max_logits_bytes: bound on the one buffer of logits (default 128 MiB on a CPU, 1 GiB elsewhere).
+            max_logits_bytes: bound on the one buffer of logits (default 256 MiB on a CPU, 1 GiB elsewhere).
             mask, advantages, counts, temperature, shift, inputs: as `from_logits`.
 
         Raises:
