@@ -4,7 +4,8 @@ All paths of a case run in one process in alternating rounds after a warm-up; fi
 keeps its pages (the first touch of a fresh large tensor would cost more than the arithmetic). Rivals come from the optional
 extra `bench`; what is not installed is left out of the table, by name.
 
-    python bench/hidden.py                      # the table: under ten minutes on two free cores
+    python bench/hidden.py                      # the table: eight minutes on two free cores
+    python bench/hidden.py --all                # more sizes and every rival's memory: half an hour
     python bench/hidden.py speed --rounds 5     # one part: speed, rows, logits, memory, first
     python bench/hidden.py speed --tokens 8192 --hidden 512 --vocab 131072 --dtype bf16
 """
@@ -28,12 +29,8 @@ from typing import Any
 
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(32 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
 PARTS = ("speed", "rows", "logits", "memory", "first")
-SPEED = [
-    (2048, 1024, 32768, "fp32"),
-    (2048, 1024, 32768, "bf16"),
-    (2048, 512, 131072, "fp32"),
-    (2048, 512, 131072, "bf16"),
-]
+SPEED = [(2048, 1024, 32768, "fp32"), (2048, 1024, 32768, "bf16"), (2048, 512, 131072, "bf16")]
+MORE = [(2048, 512, 131072, "fp32"), (8192, 512, 32768, "bf16"), (8192, 512, 131072, "bf16")]
 MEMORY = (8192, 512, 131072, "bf16")
 WIDTH = 256  # tokens of an answer
 
@@ -44,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="From hidden states to gradients, against rivals.")
     parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; default: all of them")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--all", action="store_true", help="more sizes, every rival's memory")
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--vocab", type=int, default=131072)
@@ -62,7 +60,7 @@ def main() -> None:
     print(f"{machine(args)}; {versions()}; medians of {args.rounds} alternating rounds\n", flush=True)
     for part in args.parts or PARTS:
         if part == "speed":
-            speed(sizes or SPEED, args)
+            speed(sizes or SPEED + (MORE if args.all else []), args)
         elif part == "rows":
             rows((sizes or [SPEED[1]])[0], args)
         elif part == "logits":
@@ -406,7 +404,7 @@ def pass_through() -> Any:
 
 
 def peak(name: str, tokens: int, hidden: int, vocab: int, dtype: str, device: str) -> str:
-    """MiB above the inputs and seconds of the second call, of one path in a process of its own."""
+    """MiB above the inputs and seconds of the first call, of one path in a process of its own."""
     b = batch(tokens, hidden, vocab, dtype, device)
     label, _, budget = name.partition(" @")
     path = (
@@ -417,11 +415,9 @@ def peak(name: str, tokens: int, hidden: int, vocab: int, dtype: str, device: st
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak starts from here: what making the data took is forgotten
     now = status("VmRSS")
-    path()
     start = time.perf_counter()
     path()
-    took = time.perf_counter() - start
-    return f"{(status('VmHWM') - now) / 1024:.0f} {took:.1f}"
+    return f"{(status('VmHWM') - now) / 1024:.0f} {time.perf_counter() - start:.1f}"
 
 
 def status(field: str) -> int:
@@ -431,16 +427,17 @@ def status(field: str) -> int:
 
 
 def memory(case: tuple[int, int, int, str], args: argparse.Namespace) -> None:
-    names = ["lossdsl", "lossdsl, eager", "lossdsl, eager @32", "full logits, eager", "TRL chunked log-probs", "verl FusedLinearForPPO",
-             "Liger, chunk_size=B, eager"]  # fmt: skip
-    print("| peak above inputs, N {}, H {}, V {}, {} | MiB | s |\n|---|---|---|".format(*case))
+    names = ["lossdsl", "lossdsl, eager @32", "full logits, eager", "Liger, chunk_size=B, eager"]
+    if args.all:
+        names += ["lossdsl @128", "lossdsl, eager", "TRL chunked log-probs", "verl FusedLinearForPPO"]
+    print("| peak above inputs, N {}, H {}, V {}, {} | MiB | first call, s |\n|---|---|---|".format(*case))
     plain = {k: v for k, v in os.environ.items() if k not in ALLOCATOR} | {"LOSSDSL_PLAIN_ALLOCATOR": "1"}
     flags = ["--tokens", str(case[0]), "--hidden", str(case[1]), "--vocab", str(case[2]), "--dtype", case[3]]
     for name in names:
         command = [sys.executable, "-W", "ignore", __file__, "--only", name, *flags]
         run = subprocess.run(command, env=plain, capture_output=True, text=True)
         mib, took = run.stdout.split() if run.returncode == 0 and run.stdout else ("failed", "-")
-        print(f"| {name}{' MiB' if '@' in name else ''} | {mib} | {took} |", flush=True)
+        print(f"| {name.replace('@', 'with ')}{' MiB of logits' if '@' in name else ''} | {mib} | {took} |", flush=True)
     print()
 
 

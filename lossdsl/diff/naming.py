@@ -15,6 +15,7 @@ from ..specdoc import SpecDoc, plain_text, read_spec
 from ..text import infix
 
 LIMIT = 80
+SHORT = 3  # levels of an expression that is shorter written out than named
 
 
 @cache
@@ -34,11 +35,11 @@ def names() -> Mapping[int, str]:
     found = {}
     for call in (*calls, "entropy"):
         node = ir.rewrite(lowering.key("name", plain_text("name", call)), erase)
-        if node.depth > 3:  # what is shorter written out is written out
+        if node.depth > SHORT:
             found[id(node)] = call
     return found
 
 
 def spell(node: Node, limit: int = LIMIT) -> str:
     """The expression as people write it."""
-    return infix(node, names(), limit)
+    return infix(node, names() if node.depth > SHORT else {}, limit)
