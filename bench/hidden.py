@@ -6,7 +6,7 @@ extra `bench`; what is not installed is left out of the table, by name.
 
     python bench/hidden.py                      # the table: eight minutes on two free cores
     python bench/hidden.py --all                # more sizes and every rival's memory: half an hour
-    python bench/hidden.py speed --rounds 5     # one part: speed, rows, logits, memory, first
+    python bench/hidden.py speed --rounds 5     # one part: memory, first, speed, rows, logits
     python bench/hidden.py speed --tokens 8192 --hidden 512 --vocab 131072 --dtype bf16
 """
 
@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(32 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
-PARTS = ("speed", "rows", "logits", "memory", "first")
+PARTS = ("memory", "first", "speed", "rows", "logits")  # memory first: while this process is small
 SPEED = [(2048, 1024, 32768, "fp32"), (2048, 1024, 32768, "bf16"), (2048, 512, 131072, "bf16")]
 MORE = [(2048, 512, 131072, "fp32"), (8192, 512, 32768, "bf16"), (8192, 512, 131072, "bf16")]
 MEMORY = (8192, 512, 131072, "bf16")
@@ -108,6 +108,15 @@ def plain_loss(logp: Any, b: dict[str, Any]) -> Any:
     return -torch.where(b["mask"], J, 0.0).sum() / b["mask"].sum()
 
 
+def selective(z: Any, ids: Any) -> Any:
+    """Log-probs of the sampled tokens as TRL takes them from logits: answer by answer; bfloat16 through a log-softmax."""
+    import torch
+
+    if z.dtype is torch.float32:
+        return z.gather(-1, ids[..., None])[..., 0] - torch.stack([row.logsumexp(-1) for row in z])
+    return torch.stack([row.log_softmax(-1).gather(-1, i[:, None])[:, 0] for row, i in zip(z, ids, strict=True)])
+
+
 def bare(b: dict[str, Any]) -> Path:
     """The unit: logits, gradient to hidden states and to the head, into tensors that are there already."""
     import torch
@@ -163,15 +172,10 @@ def rivals(b: dict[str, Any]) -> dict[str, Path]:
     ids, found = b["tokens"], {}
     flat = b["hidden"].shape[-1]
 
-    def whole(h: Any, w: Any) -> Any:
-        z = h @ w.t()
-        picked = z.gather(-1, ids[..., None])[..., 0].float()
-        return picked - torch.stack([row.logsumexp(-1) for row in z]).float()
-
     def log_softmax(h: Any, w: Any) -> Any:
         return (h @ w.t()).float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
 
-    found["full logits, eager"] = through(b, whole)
+    found["full logits, eager"] = through(b, lambda h, w: selective(h @ w.t(), ids).float())
     compiled = torch.compile(lambda h, w: plain_loss(log_softmax(h, w), b))
     found["full logits, compiled"] = through(b, lambda h, w: compiled(h, w), lambda x, _: x)
     trl = trl_class()
@@ -355,14 +359,7 @@ def logits(args: argparse.Namespace) -> None:
         given = {k: b[k] for k in ("mask", "advantages", "prox_logp")}
         ids = b["tokens"]
 
-        def selective(x: Any, ids: Any = ids) -> Any:
-            if x.dtype is torch.float32:
-                return x.gather(-1, ids[..., None])[..., 0] - torch.stack([row.logsumexp(-1) for row in x])
-            return torch.stack(
-                [row.log_softmax(-1).gather(-1, i[:, None])[:, 0] for row, i in zip(x, ids, strict=True)]
-            )
-
-        compiled = torch.compile(lambda x, b=b, f=selective: plain_loss(f(x), b))
+        compiled = torch.compile(lambda x, b=b: plain_loss(selective(x, b["tokens"]), b))
         own = start.clone()
 
         def over(own: Any = own, given: Any = given, ids: Any = ids, z: Any = z) -> Any:
@@ -375,7 +372,9 @@ def logits(args: argparse.Namespace) -> None:
 
         paths = {
             "lossdsl, in place": over,
-            "plain loss on selected log-softmax, eager": lambda b=b, f=selective: plain(lambda x: plain_loss(f(x), b)),
+            "plain loss on selected log-softmax, eager": lambda b=b: plain(
+                lambda x: plain_loss(selective(x, b["tokens"]), b)
+            ),
             "the same, compiled": lambda f=compiled: plain(f),
         }
         found, _, _ = measure(paths, max(args.rounds, 9), args.device)

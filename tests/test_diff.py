@@ -20,15 +20,16 @@ from test_fuzz import GROUP, SEQUENCE, TOKEN, VOCAB, expressions
 import lossdsl
 from lossdsl import ir
 from lossdsl.api import find
+from lossdsl.axes import Axis
 from lossdsl.diff.assume import NOTHING, assume
 from lossdsl.diff.naming import spell
 from lossdsl.diff.report import Diff, compare
-from lossdsl.diff.side import sides
+from lossdsl.diff.side import Side, sides
 from lossdsl.diff.verdict import find_witness, judge, random_batch
 from lossdsl.diff.words import region_text
 from lossdsl.errors import SpecError
 from lossdsl.method import Method, advantage_of, lower_spec
-from lossdsl.reference import Batch, per_token
+from lossdsl.reference import Batch, evaluate, per_token
 from lossdsl.simplify import simplify
 from lossdsl.specdoc import read_spec
 
@@ -287,14 +288,30 @@ def confirm(diff: Diff) -> None:
     """The reference evaluator gives both gradients of the witness again, from the methods themselves."""
     w = diff.verdict.witness
     assert w is not None
-    if w.entry is None:
-        found = []
-        for side in (diff.a, diff.b):
-            own = advantage_of(side.method) is side.A  # else the other side's advantage is per token
-            root = side.method.gradient.coef if own else side.coef
-            found.append(float(per_token(root, w.batch, {**side.values, **_numbers(side.method)})[w.token]))
-        assert found == pytest.approx(w.gradients, rel=1e-9)
-        assert abs(found[0] - found[1]) > 1e-8 * max(map(abs, found))
+    found = [
+        _coefficient(side, w.batch, w.token) if w.entry is None else _entry(side, w.batch, w.token, w.entry)
+        for side in (diff.a, diff.b)
+    ]
+    assert found == pytest.approx(w.gradients, rel=1e-9)
+    assert abs(found[0] - found[1]) > 1e-8 * max(map(abs, found))
+
+
+def _coefficient(side: Side, batch: Batch, t: int) -> float:
+    """d J / d log pi of the sampled token t."""
+    own = advantage_of(side.method) is side.A  # else the other side's advantage is per token
+    root = side.method.gradient.coef if own else side.coef
+    return float(per_token(root, batch, {**side.values, **_numbers(side.method)})[t])
+
+
+def _entry(side: Side, batch: Batch, t: int, v: int) -> float:
+    """d J / d log pi(v) at token t, of the sums over the vocabulary."""
+    params = {**side.values, **_numbers(side.method)}
+    total = 0.0
+    for term in side.method.gradient.sums:
+        slope = batch.spread(evaluate(term.slope, batch, params), term.slope.axis, Axis.VOCAB)
+        slope = np.broadcast_to(slope, batch.logp_v["pi"].shape)
+        total += float(per_token(term.cotangent, batch, params)[t] * slope[t, v])
+    return total
 
 
 def _numbers(m: Method) -> dict[str, float]:

@@ -271,6 +271,42 @@ def test_the_head_s_gradient_is_summed_in_float32() -> None:
     assert float((found.double() - wanted).norm() / wanted.norm()) < 5e-3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dapo", "gspo", "seq_mis", "score_centering"])
+def test_accuracy_at_the_performance_study_s_size(name: str) -> None:
+    """4096 tokens, V 4096, H 256 against float64 on the same inputs: 7e-7 in float32, 2e-3 to 3e-3 in bfloat16 (section 6).
+
+    Every ratio stays away from every bound, so that both sides of the comparison have one mask: where rounding moves a
+    token across an edge its whole gradient comes or goes, in any implementation.
+    """
+    g = torch.Generator().manual_seed(0)
+    answers, width, vocab, size = 16, 256, 4096, 256
+    low_h = torch.randn(answers, width, size, generator=g).bfloat16()
+    low_w = (0.05 * torch.randn(vocab, size, generator=g)).bfloat16()
+    tokens = torch.randint(0, vocab, (answers, width), generator=g)
+    logp = (low_h.double() @ low_w.double().T).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    far = torch.tensor([0.0, 0.1, -0.1, 0.7, -0.7]).double()  # log r: inside, and well outside [0.8, 1.28]
+    log_r = far[torch.randint(0, 5, (answers, width) if name == "dapo" else (answers, 1), generator=g)]
+    rest: dict[str, Any] = {
+        "mask": torch.rand(answers, width, generator=g) > 0.2,
+        "advantages": torch.randn(answers, generator=g).double(),
+    }
+    loss_fn = instance(name, **({"eps_low": 0.2, "eps_high": 0.28} if name == "gspo" else {}))
+    prox = (logp - log_r).float().double()  # what is given is the same for both: float32 numbers
+    rest |= {"prox_logp": prox, "mu_logp": (prox - 0.001).float().double()}
+    if name == "score_centering":
+        top = (low_h.double() @ low_w.double().T).log_softmax(-1).topk(64, -1)
+        rest |= {"mu_topk_ids": top.indices, "mu_topk_logprobs": top.values - 0.05}
+    rest = {k: v for k, v in rest.items() if k in (*loss_fn.needs, "mask", "mu_topk_ids", "mu_topk_logprobs")}
+    _, d_hidden, d_weight = through_logits(loss_fn, low_h.double(), low_w.double(), tokens, **rest)
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
+        _, *found = gradients(
+            loss_fn, low_h.to(dtype), low_w.to(dtype), tokens, max_logits_bytes=512 * vocab * 4, **rest
+        )
+        for x, y in zip(found, (d_hidden, d_weight), strict=True):
+            assert float((x.double() - y).norm() / y.norm()) < bound
+
+
 @pytest.mark.parametrize("loss", [Clip, Geometric, Centred, Band])
 def test_methods_by_hand(loss: Any, batch: dict[str, Tensor]) -> None:
     """A class that says nothing of what its weights wait for is taken to wait for the whole batch: two passes."""

@@ -193,10 +193,13 @@ def _scores(rows: Mapping[str, Tensor], logits: Tensor) -> Tensor:
 
 def _slope(rows: Mapping[str, Tensor], logits: Tensor) -> Tensor:
     """d score / d logit."""
-    slope, z = rows["inverse_t"], logits.to(rows["inverse_t"].dtype)
-    if "logit_scale" in rows:
-        slope, z = slope * rows["logit_scale"], z * rows["logit_scale"]
-    return slope * (1 - torch.tanh(z / rows["softcap"]) ** 2) if "softcap" in rows else slope
+    slope = rows["inverse_t"]
+    slope = slope * rows["logit_scale"] if "logit_scale" in rows else slope
+    if "softcap" not in rows:
+        return slope
+    z = logits.to(slope.dtype)
+    z = z * rows["logit_scale"] if "logit_scale" in rows else z
+    return slope * (1 - torch.tanh(z / rows["softcap"]) ** 2)
 
 
 def _columns(cls: Any, rows: Mapping[str, Tensor], params: Mapping[str, Tensor], log_pi: Tensor) -> dict[str, Any]:
@@ -263,8 +266,8 @@ def _rows_backward(cls: Any, rows: dict[str, Tensor], params: dict[str, Tensor])
     """
     live, coef, tokens = (rows[k] for k in ("live", "d:logp", "tokens"))
 
-    def log_pi(z: Tensor) -> Tensor:
-        return _scores(rows, z) - rows["lse"]
+    def log_pi(z: Tensor) -> Tensor:  # a tensor of its own, which the caller may change in place
+        return _scores(rows, z).sub_(rows["lse"])
 
     def scale(z: Tensor) -> Tensor:
         return _slope(rows, z) * rows["upstream"] if "upstream" in rows else _slope(rows, z)
@@ -282,7 +285,7 @@ def _rows_backward(cls: Any, rows: dict[str, Tensor], params: dict[str, Tensor])
         d = _head(d, columns, rows)
     total = coef if d is None else coef + d.sum(-1, keepdim=True)
     logits, slope = rows["logits"], scale(rows["logits"])
-    dense = log_pi(logits).exp() * -(total * slope)
+    dense = log_pi(logits).exp_().mul_(-(total * slope))
     if d is not None and "ids" not in rows:
         dense = dense + d * slope
 
@@ -297,5 +300,5 @@ def _rows_backward(cls: Any, rows: dict[str, Tensor], params: dict[str, Tensor])
     else:
         ids = torch.where(live, rows["ids"], 0)
         sparse = [at(ids, d), at(tokens, coef + torch.where(ids == tokens, d, 0.0).sum(-1, keepdim=True))]
-    rows.get("into", logits).copy_(torch.where(live, dense, 0.0))
+    rows.get("into", logits).copy_(dense.masked_fill_(~live, 0.0))
     return sparse
