@@ -20,7 +20,7 @@ COMMANDS = {
     "list": ["list"],
 }
 LIBRARIES = "import numpy, pydantic, lark, yaml; pydantic.BaseModel"
-ROUNDS = 9
+ROUNDS = 5
 
 
 def main() -> None:
