@@ -30,7 +30,12 @@ from typing import Any
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(32 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
 PARTS = ("memory", "first", "speed", "rows", "logits")  # memory first: while this process is small
 SPEED = [(2048, 1024, 32768, "fp32"), (2048, 1024, 32768, "bf16")]
-MORE = [(2048, 512, 131072, "bf16"), (2048, 512, 131072, "fp32"), (8192, 512, 32768, "bf16"), (8192, 512, 131072, "bf16")]
+MORE = [
+    (2048, 512, 131072, "bf16"),
+    (2048, 512, 131072, "fp32"),
+    (8192, 512, 32768, "bf16"),
+    (8192, 512, 131072, "bf16"),
+]
 MEMORY = (8192, 512, 131072, "bf16")
 WIDTH = 256  # tokens of an answer
 

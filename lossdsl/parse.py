@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -141,8 +142,12 @@ def _end(token: Token) -> int:
 
 @lru_cache(maxsize=1)
 def _parser() -> Lark:
-    grammar = (Path(__file__).parent / "grammar.lark").read_text(encoding="utf-8")
-    return Lark(grammar, parser="lalr", start="choice", transformer=_BUILD, maybe_placeholders=False)
+    path = Path(__file__).parent / "grammar.lark"
+    # Its tables take longer to make than most specs to read. They are kept where Python keeps bytecode, by the same rule;
+    # Lark makes them anew where they belong to another grammar or version, are broken or cannot be written.
+    kept = not sys.dont_write_bytecode and str(path.parent / "__pycache__" / "grammar.lark.cache")
+    grammar = path.read_text(encoding="utf-8")
+    return Lark(grammar, parser="lalr", start="choice", transformer=_BUILD, maybe_placeholders=False, cache=kept)
 
 
 _BUILD = _Build()

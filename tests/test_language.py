@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import instance, method, run
+
+import lossdsl
+from lossdsl import parse
+from lossdsl.specdoc import plain_text
 
 
 def test_a_turn_is_an_axis_between_the_answer_and_the_token() -> None:
@@ -121,3 +127,32 @@ def test_equivalent_spellings_are_proved_equal() -> None:
         text = f"params:\n  eps: {{default: 0.2, min: 0, max: 0.9}}\n{knobs}\nobjective: {objective}{extra}\n"
         proof = method(text).proof  # a comparison of logs with a number is beyond the algebra
         assert proof == "proved" or ("log(1 + eps)" in knobs and proof.startswith("sampled")), (knobs, proof)
+
+
+def test_tables_of_the_grammar_are_kept_and_made_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kept beside bytecode; whatever stands there instead of them, or where nothing can be written, parsing is the same."""
+    text = "min(r * A, clip(r, 1 - eps, 1 + eps) * A) if c in (0.5, 5] else 1[A > 0]"
+    wanted = parse.parse_expression(plain_text("probe", text))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(parse, "__file__", str(tmp_path / "parse.py"))
+    (tmp_path / "grammar.lark").write_text((Path(lossdsl.__file__).parent / "grammar.lark").read_text())
+    kept = tmp_path / "__pycache__" / "grammar.lark.cache"
+
+    def again() -> object:
+        parse._parser.cache_clear()
+        return parse.parse_expression(plain_text("probe", text))
+
+    try:
+        assert again() == wanted and not kept.exists()  # no folder to write to
+        kept.parent.mkdir()
+        assert again() == wanted
+        tables = kept.read_bytes()
+        assert again() == wanted and kept.read_bytes() == tables
+        for broken in (b"", b"garbage", tables[: len(tables) // 2], tables.replace(b"\n", b"\nx", 1)):
+            kept.write_bytes(broken)
+            assert again() == wanted and kept.read_bytes() != broken
+        tables = kept.read_bytes()
+        (tmp_path / "grammar.lark").write_text((tmp_path / "grammar.lark").read_text() + "\n// another grammar\n")
+        assert again() == wanted and kept.read_bytes() != tables
+    finally:
+        parse._parser.cache_clear()
