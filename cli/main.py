@@ -328,11 +328,7 @@ def _diff(args: argparse.Namespace) -> int:
         columns=lossdsl.columns(args.columns),
         synthetic=_synthetic(args),
     )
-    _look(args, diff)
-    if args.json:
-        _print_json(diff.json())
-    else:
-        print(lossdsl.diff_text(diff, colour=_colour(sys.stdout)))
+    _tell(args, diff, lossdsl.diff_text)
     return 0 if diff.equal else 1
 
 
@@ -344,16 +340,12 @@ def _map(args: argparse.Namespace) -> int:
         columns=lossdsl.columns(args.columns),
         synthetic=_synthetic(args),
     )
-    _look(args, found)
-    if args.json:
-        _print_json(found.json())
-    else:
-        print(lossdsl.map_text(found, colour=_colour(sys.stdout)))
+    _tell(args, found, lossdsl.map_text)
     return 0
 
 
-def _look(args: argparse.Namespace, found: Any) -> None:
-    """The page and the picture that were asked for."""
+def _tell(args: argparse.Namespace, found: Any, text: Callable[..., str]) -> None:
+    """The page and the picture that were asked for, then all of it as JSON or for the terminal."""
     try:
         if args.html:
             Path(args.html).write_text(lossdsl.page(found), encoding="utf-8", newline="\n")
@@ -361,6 +353,10 @@ def _look(args: argparse.Namespace, found: Any) -> None:
             lossdsl.plot(found, args.plot)
     except OSError as error:
         raise _Usage(f"cannot write {error.filename}: {(error.strerror or 'failed').lower()}") from None
+    if args.json:
+        _print_json(found.json())
+    else:
+        print(text(found, colour=_colour(sys.stdout)))
 
 
 def _synthetic(args: argparse.Namespace) -> dict[str, float]:

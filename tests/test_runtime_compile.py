@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +11,6 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from lossdsl.runtime.loss import PolicyLoss
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs are captured and guarded as always, but run by PyTorch: what is counted here is captures."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
 @pytest.fixture(autouse=True)

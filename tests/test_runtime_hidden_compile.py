@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -39,12 +38,6 @@ def step(
     given = {k: v for k, v in rest.items() if k in (*loss_fn.needs, "mask")}
     loss = loss_fn.from_hidden(hidden, weight, tokens, **given, **options).loss
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs are captured and guarded as always, but run by PyTorch: what is counted here is captures."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
 @pytest.fixture(autouse=True)

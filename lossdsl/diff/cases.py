@@ -36,7 +36,6 @@ class Case:
         weights: both weights as expressions; values: at the sample; actions: kept, masked, capped, ...
         sample: (name, value) of the ratios and probabilities at one probe.
         same: whether the two weights are equal throughout; `proved` if so by algebra, else at every probe.
-        probe: the token of the probe batch that the sample describes.
     """
 
     sign: int
@@ -48,7 +47,6 @@ class Case:
     sample: tuple[tuple[str, float], ...]
     same: bool
     proved: bool
-    probe: int
 
 
 def cases(sides: tuple[Side, Side], batch: Batch, probes: Array, algebra: Equality) -> tuple[Case, ...]:
@@ -85,7 +83,7 @@ def cases(sides: tuple[Side, Side], batch: Batch, probes: Array, algebra: Equali
             shown = sample(region, token, sides, batch, values)
             made.append(
                 Case(sign, region.where, region.also, region.weights, (numbers[0], numbers[1]),
-                     (actions[0], actions[1]), shown, same or not any(gaps), same, token)
+                     (actions[0], actions[1]), shown, same or not any(gaps), same)
             )  # fmt: skip
         rows += sorted(made, key=_order)
     return tuple(rows)

@@ -70,11 +70,6 @@ class View:
                 found[f"{name}.{p}"] = side.values[p] if value is None else value
         return found
 
-    @property
-    def axes(self) -> tuple[Coordinate, ...]:
-        """Coordinates that are ratios, the ones to draw over first."""
-        return tuple(c for c in self.coordinates if c.kind == "ratio")
-
     def values(self, side: str, sign: int, at: Mapping[str, Array | float], plain: bool = False) -> Array:
         """W, or the plain W, over arrays of coordinates; those that are not given rest."""
         nodes = self.plain if plain else self.weights
