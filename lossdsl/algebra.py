@@ -27,6 +27,7 @@ from .polynomials import (
     MAX_TERMS,
     ONE,
     Exact,
+    Frozen,
     GiveUp,
     Monomial,
     Poly,
@@ -48,7 +49,7 @@ MAX_CELLS = 4000
 class Fact:
     """The sign (-1, 0, 1) of left - right, whose polynomial is `poly`."""
 
-    poly: tuple[tuple[Monomial, Exact], ...]
+    poly: Frozen
     sign: int
     left: Node
     right: Node
@@ -86,7 +87,7 @@ class Algebra:
         self._opaque_nodes = opaque
         self._atoms: list[_Atom] = []
         self._index: dict[Any, int] = {}
-        self._signs: dict[object, int | None] = {}
+        self._signs: dict[object, tuple[int, ...]] = {}
         self._found: dict[int, list[_Found]] = {}  # node -> its polynomials, each with the facts that it rests on
         self._resting: list[set[Fact]] = []  # the facts that the nodes being expanded rest on, outermost first
 
@@ -393,12 +394,19 @@ class Algebra:
             return (c > 0) - (c < 0)
         key = frozen(p)
         facts = _relevant(facts, key)
-        asked = (tuple((f.poly, f.sign) for f in facts), key)
-        if asked not in self._signs:
-            possible = [s for s in (1, 0, -1) if self.feasible((*facts, Fact(key, s, ir.ZERO, ir.ZERO)))]
-            self._signs[asked] = possible[0] if len(possible) == 1 else None
+        signs = self._possible(key, facts)
         if self._resting:
             self._resting[-1].update(facts)
+        return signs[0] if len(signs) == 1 else None
+
+    def _possible(self, p: Frozen, facts: tuple[Fact, ...]) -> tuple[int, ...]:
+        """The signs that these facts leave p."""
+        asked = (tuple((f.poly, f.sign) for f in facts), p)
+        if asked not in self._signs:
+            below, above = (self.feasible((*facts, Fact(p, s, ir.ZERO, ir.ZERO))) for s in (-1, 1))
+            # What linear constraints leave is convex: between a point with p < 0 and one with p > 0 lies one with p = 0.
+            on = (below and above) or self.feasible((*facts, Fact(p, 0, ir.ZERO, ir.ZERO)))
+            self._signs[asked] = tuple(s for s, there in ((-1, below), (0, on), (1, above)) if there)
         return self._signs[asked]
 
     def feasible(self, facts: tuple[Fact, ...]) -> bool:
@@ -447,15 +455,15 @@ class Algebra:
             try:
                 evaluate(facts)
             except Split as split:
-                options = [(*facts, Fact(frozen(split.poly), s, split.left, split.right)) for s in (-1, 0, 1)]
+                p = frozen(split.poly)
                 stack.extend(
-                    option for option in options if self.feasible((*_relevant(facts, option[-1].poly), option[-1]))
+                    (*facts, Fact(p, s, split.left, split.right)) for s in self._possible(p, _relevant(facts, p))
                 )
             else:
                 yield facts
 
 
-def _relevant(facts: tuple[Fact, ...], poly: tuple[tuple[Monomial, Exact], ...]) -> tuple[Fact, ...]:
+def _relevant(facts: tuple[Fact, ...], poly: Frozen) -> tuple[Fact, ...]:
     """The facts that share a monomial with poly, directly or through others: no other fact can bear on its sign."""
     reached = {m for m, _ in poly if m}
     chosen: set[int] = set()

@@ -16,7 +16,7 @@ from .diff.assume import NOTHING
 from .diff.branches import outside_reductions
 from .diff.equality import Equality
 from .diff.probes import bound_on, constant, probes
-from .diff.properties import drift_norm, own_cases, unbounded, when_zero
+from .diff.properties import drift_norm, unbounded, when_zero
 from .diff.side import Side, sides
 from .diff.verdict import find_witness, same_data
 from .diff.words import sign_text
@@ -73,10 +73,9 @@ def _unbounded(side: Side) -> Iterator[Diagnostic]:
 
 def _dead(side: Side) -> Iterator[Diagnostic]:
     doc = side.method.doc
-    rows = own_cases(side)
+    batch, _ = probes((side,))
     for sign in (1, -1):
-        here = [row for row in rows if row.sign == sign]
-        if here and all(row.weights[0] is ir.ZERO for row in here):
+        if not per_token(side.weight(sign), batch, side.values).any():
             yield _warn(
                 "W0703",
                 f"no token with {sign_text(sign)} has a gradient",

@@ -8,6 +8,7 @@ from typing import TypeVar
 Exact = int | Fraction  # an int wherever it is whole: ints are much faster
 Monomial = tuple[tuple[int, Exact], ...]  # (atom, exponent), by atom
 Poly = dict[Monomial, Exact]
+Frozen = tuple[tuple[Monomial, Exact], ...]
 Key = TypeVar("Key")
 
 ONE: Monomial = ()
@@ -35,7 +36,7 @@ def single(atom: int) -> Poly:
     return {((atom, 1),): 1}
 
 
-def frozen(p: Poly) -> tuple[tuple[Monomial, Exact], ...]:
+def frozen(p: Poly) -> Frozen:
     """Its terms in order: hashable, and the same for equal polynomials."""
     return tuple(sorted(p.items()))
 
