@@ -22,7 +22,7 @@ COMMANDS = {
     "list": ["list"],
 }
 LIBRARIES = "import numpy, pydantic, lark, yaml; pydantic.BaseModel"
-ROUNDS = 15
+ROUNDS = 9
 
 
 def main() -> None:
