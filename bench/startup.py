@@ -22,7 +22,7 @@ COMMANDS = {
     "list": ["list"],
 }
 LIBRARIES = "import numpy, pydantic, lark, yaml; pydantic.BaseModel"
-ROUNDS = 9
+ROUNDS = 7
 
 
 def main() -> None:
