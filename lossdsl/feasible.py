@@ -23,34 +23,43 @@ def satisfiable(equalities: list[Poly], inequalities: list[tuple[Poly, bool]]) -
     rows = [(row(p), strict) for p, strict in inequalities]
     while pending:
         p = pending.pop()
-        variable = max(p, default=0)
-        if variable == 0:
+        last = max(p, default=0)
+        if last == 0:
             if p:
                 return False
             continue
-        pivot = p[variable]
-        pending = [add(r, p, divide(-r[variable], pivot)) if variable in r else r for r in pending]
-        rows = [(add(r, p, divide(-r[variable], pivot)), s) if variable in r else (r, s) for r, s in rows]
+        pending = [add(r, p, divide(-r[last], p[last])) if last in r else r for r in pending]
+        rows = [(add(r, p, divide(-r[last], p[last])), s) if last in r else (r, s) for r, s in rows]
+    kept: dict[object, tuple[Row, bool]] = {}  # by what they say: each constraint once
     while True:
-        rest: dict[object, tuple[Row, bool]] = {}
         for p, strict in rows:
             if any(p):  # a variable besides the number one
                 scale = magnitude(p[max(p)])
                 p = {v: divide(c, scale) for v, c in p.items()} if scale != 1 else p
-                rest[(tuple(sorted(p.items())), strict)] = (p, strict)
+                kept[(frozenset(p.items()), strict)] = (p, strict)
             elif p.get(0, 0) < 0 or (strict and not p):
                 return False
-        if not rest:
+        variable = _next_variable(kept)
+        if variable is None:
             return True
-        above_below: dict[int, list[int]] = {}
-        for p, _ in rest.values():
+        above = [(p, s) for p, s in kept.values() if p.get(variable, 0) > 0]
+        below = [(p, s) for p, s in kept.values() if p.get(variable, 0) < 0]
+        kept = {key: (p, s) for key, (p, s) in kept.items() if variable not in p}
+        if len(kept) + len(above) * len(below) > MAX_CONSTRAINTS:
+            return True
+        rows = [(add(p, q, divide(-p[variable], q[variable])), s or t) for p, s in above for q, t in below]
+
+
+def _next_variable(kept: dict[object, tuple[Row, bool]]) -> int | None:
+    """The variable that is cheapest to eliminate. Takes out of `kept` what bounds a variable from one side only."""
+    while True:
+        sides: dict[int, list[int]] = {}
+        for p, _ in kept.values():
             for v, c in p.items():
                 if v:
-                    above_below.setdefault(v, [0, 0])[c < 0] += 1
-        variable = min(above_below, key=lambda v: (above_below[v][0] * above_below[v][1], v))
-        above = [(p, s) for p, s in rest.values() if p.get(variable, 0) > 0]
-        below = [(p, s) for p, s in rest.values() if p.get(variable, 0) < 0]
-        rows = [(p, s) for p, s in rest.values() if variable not in p]
-        if len(rows) + len(above) * len(below) > MAX_CONSTRAINTS:
-            return True
-        rows += [(add(p, q, divide(-p[variable], q[variable])), s or t) for p, s in above for q, t in below]
+                    sides.setdefault(v, [0, 0])[c < 0] += 1
+        free = {v for v, (above, below) in sides.items() if not above or not below}
+        if not free:
+            return min(sides, key=lambda v: (sides[v][0] * sides[v][1], v), default=None)
+        for key in [key for key, (p, _) in kept.items() if not free.isdisjoint(p)]:
+            del kept[key]
