@@ -51,7 +51,7 @@ class _HiddenRows:
         self.hidden, self.weight, self.bias = hidden.reshape(-1, hidden.shape[-1]), weight, bias
         self.wanted, self.skip = wanted, int(shift)
         self.dtype = torch.float64 if weight.dtype is torch.float64 else torch.float32
-        temperature = given.pop("temperature")
+        temperature = given.pop("temperature", 1.0)
         self.counts = {k.removeprefix("count:"): given.pop(k) for k in list(given) if k.startswith("count:")}
         self.rows = _row_inputs(loss, tokens, temperature, given, self.dtype)
         self.rows |= {k: torch.full((), x, dtype=self.dtype, device=hidden.device) for k, x in numbers.items()}
@@ -62,13 +62,14 @@ class _HiddenRows:
         self.piece = self.step if loss.compiled and not dense else self.small
         names = ("logp", "lse", *loss.SUMS, *(("centre",) if loss.centre is not None else ()))
         self.found = {name: torch.zeros(n, 1, dtype=self.dtype, device=hidden.device) for name in names}
-        live = self.rows["live"][:, 0]
+        unmasked = self.rows.pop("live")
+        live = unmasked[:, 0]
         if loss.live is not None and not loss.metrics and loss.on_missing == "error":
             params = loss._tensors_on(hidden.device, self.dtype)
             live = live & _live(type(loss), "seq_ids" in given, self.dtype, given, params).reshape(-1)
             stand_in = given.get("prox_logp", given.get("mu_logp"))
             if stand_in is not None:  # what leaves has no weight, whatever its ratio; here it is 1
-                self.found["logp"] = torch.where(self.rows["live"], stand_in.reshape(-1, 1), 0.0).to(self.dtype)
+                self.found["logp"] = torch.where(unmasked, stand_in.reshape(-1, 1), 0.0).to(self.dtype)
         self.at = live.nonzero()[:, 0]
         if loss.LEVEL == "sequence" and "seq_ids" in given:
             self.at = self.at[given["seq_ids"].reshape(-1)[self.at].argsort(stable=True)]

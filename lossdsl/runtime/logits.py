@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layouts import exp
+from .layouts import _wide, exp
 
 # === body ===
 
@@ -132,7 +132,10 @@ def _read(loss: Any) -> set[str]:
 def _row_inputs(
     loss: Any, tokens: Tensor, temperature: float | Tensor, given: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """What belongs to each token besides its logits, [n, 1] or [n, columns]; 0-dim where it is the same for all."""
+    """What belongs to each token besides its logits, [n, 1] or [n, columns]; 0-dim where it is the same for all.
+
+    What changes nothing is left out, and no row spends time on it: a temperature of 1; `live`, once rows are chosen by it.
+    """
     n, read = tokens.numel(), _read(loss)
 
     def per_token(x: Tensor, *columns: int) -> Tensor:
@@ -141,9 +144,9 @@ def _row_inputs(
 
     live = per_token(given["mask"])
     found = {"live": live, "tokens": torch.where(live, per_token(tokens), 0).long()}
-    t = temperature if isinstance(temperature, Tensor) else torch.full((), temperature, dtype=dtype)
-    t = t.to(tokens.device, dtype)
-    found["inverse_t"] = torch.where(live, 1 / per_token(t), 0.0) if t.dim() else 1 / t
+    if isinstance(temperature, Tensor) or temperature != 1:
+        t = torch.as_tensor(temperature, dtype=dtype, device=tokens.device)
+        found["inverse_t"] = torch.where(live, 1 / per_token(t), 0.0) if t.dim() else 1 / t.detach()
     for policy in ("mu", "prox", "ref"):
         x, ids = given.get(f"{policy}_logprobs"), given.get("mu_topk_ids") if policy == "mu" else None
         if f"log_{policy}" not in read:
@@ -184,22 +187,27 @@ def _write(loss: Any, rows: dict[str, Tensor], into: Tensor) -> None:
 
 
 def _scores(rows: Mapping[str, Tensor], logits: Tensor) -> Tensor:
-    """What the softmax is taken of: scaled, soft-capped, divided by the temperature."""
-    z = logits.to(rows["inverse_t"].dtype)
+    """What the softmax is taken of: scaled, soft-capped, divided by the temperature. It may be the logits themselves."""
+    z = _wide(logits)
     z = z * rows["logit_scale"] if "logit_scale" in rows else z
     z = rows["softcap"] * torch.tanh(z / rows["softcap"]) if "softcap" in rows else z
-    return z * rows["inverse_t"]
+    return z * rows["inverse_t"] if "inverse_t" in rows else z
 
 
-def _slope(rows: Mapping[str, Tensor], logits: Tensor) -> Tensor:
+def _slope(rows: Mapping[str, Tensor], logits: Tensor) -> Tensor | float:
     """d score / d logit."""
-    slope = rows["inverse_t"]
+    slope = rows.get("inverse_t", 1.0)
     slope = slope * rows["logit_scale"] if "logit_scale" in rows else slope
     if "softcap" not in rows:
         return slope
-    z = logits.to(slope.dtype)
+    z = _wide(logits)
     z = z * rows["logit_scale"] if "logit_scale" in rows else z
     return slope * (1 - torch.tanh(z / rows["softcap"]) ** 2)
+
+
+def _if_live(rows: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """0 in dead rows, whatever they hold."""
+    return torch.where(rows["live"], x, 0) if "live" in rows else x
 
 
 def _columns(cls: Any, rows: Mapping[str, Tensor], params: Mapping[str, Tensor], log_pi: Tensor) -> dict[str, Any]:
@@ -208,18 +216,17 @@ def _columns(cls: Any, rows: Mapping[str, Tensor], params: Mapping[str, Tensor],
     The columns of a row are the vocabulary, or the k ids of a top-k sampler distribution and one bucket for the rest:
     there mu(v) is taken as gamma * pi(v), so that a sum over it is one term of the two masses.
     """
-    live, dtype = rows["live"], log_pi.dtype
-    columns = {k: torch.where(live, x.to(dtype), 0.0) for k, x in rows.items() if k.startswith("log_")}
+    columns = {k: _if_live(rows, x.to(log_pi.dtype)) for k, x in rows.items() if k.startswith("log_")}
     columns["log_pi"] = log_pi
     if "ids" in rows:
-        head = log_pi.gather(1, torch.where(live, rows["ids"], 0))
+        head = log_pi.gather(1, _if_live(rows, rows["ids"]))
         rest_pi = torch.clamp(1 - head.exp().sum(-1, keepdim=True), min=1e-6)
         rest_mu = torch.clamp(1 - columns["log_mu"].exp().sum(-1, keepdim=True), min=0.0)
         columns["log_pi"] = torch.cat([head, rest_pi.log()], -1)
         columns["log_mu"] = torch.cat([columns["log_mu"], rest_mu.log()], -1)
     # A probability of 0 is e ** -10000: every product with it is exactly 0, and no difference of two is NaN.
     clamped = {k: torch.clamp(x, -1e4, 0.0) for k, x in columns.items()}
-    given = {k: torch.where(live, x, 0.0) if x.dim() else x for k, x in rows.items() if k in ("A", *cls.INPUTS)}
+    given = {k: _if_live(rows, x) if x.dim() else x for k, x in rows.items() if k in ("A", *cls.INPUTS)}
     return dict(params) | given | clamped
 
 
@@ -243,18 +250,17 @@ def _head(d: Tensor, columns: Mapping[str, Tensor], rows: Mapping[str, Tensor]) 
 
 def _rows_forward(cls: Any, rows: dict[str, Tensor], params: dict[str, Tensor]) -> dict[str, Tensor]:
     """log pi of the sampled token, the log-normaliser, the sums over the vocabulary and the centring term of each row."""
-    live, dtype = rows["live"], rows["inverse_t"].dtype
     z = _scores(rows, rows["logits"])  # whatever a dead row holds stays in that row
-    lse = torch.where(live, torch.logsumexp(z, -1, keepdim=True), 0.0)
-    found = {"logp": torch.where(live, z.gather(1, rows["tokens"]) - lse, 0.0), "lse": lse}
+    lse = _if_live(rows, torch.logsumexp(z, -1, keepdim=True))
+    found = {"logp": _if_live(rows, z.gather(1, rows["tokens"]) - lse), "lse": lse}
     if cls.distribution is None and cls.centre is None:
         return found
-    columns = _columns(cls, rows, params, torch.where(live, z - lse, 0.0))
+    columns = _columns(cls, rows, params, _if_live(rows, z - lse))
     if cls.distribution is not None:
-        found |= {k: x.to(dtype)[:, None] for k, x in _call(cls, "distribution", columns).items()}
+        found |= {k: x.to(z.dtype)[:, None] for k, x in _call(cls, "distribution", columns).items()}
     if cls.centre is not None:
         d = _head(_centre(cls, columns), columns, rows)
-        found["centre"] = torch.where(live, (d * columns["log_pi"][:, : d.shape[1]]).sum(-1, keepdim=True), 0.0)
+        found["centre"] = _if_live(rows, (d * columns["log_pi"][:, : d.shape[1]]).sum(-1, keepdim=True))
     return found
 
 
@@ -264,18 +270,18 @@ def _rows_backward(cls: Any, rows: dict[str, Tensor], params: dict[str, Tensor])
     Its dense part is written into `into` (else over the logits); returned are the few places of a row that have more than
     that, with their whole value: it is formed in float32 and rounded once.
     """
-    live, coef, tokens = (rows[k] for k in ("live", "d:logp", "tokens"))
+    coef, tokens = rows["d:logp"], rows["tokens"]
 
     def log_pi(z: Tensor) -> Tensor:  # a tensor of its own, which the caller may change in place
-        return _scores(rows, z).sub_(rows["lse"])
+        return _scores(rows, z) - rows["lse"]
 
-    def scale(z: Tensor) -> Tensor:
+    def scale(z: Tensor) -> Tensor | float:
         return _slope(rows, z) * rows["upstream"] if "upstream" in rows else _slope(rows, z)
 
     sums = {k.removeprefix("d:"): g for k, g in rows.items() if k.startswith("d:") and k != "d:logp"}
     d: Tensor | None = None
     if sums or "centre" in rows:
-        columns = _columns(cls, rows, params, torch.where(live, log_pi(rows["logits"]), 0.0))
+        columns = _columns(cls, rows, params, _if_live(rows, log_pi(rows["logits"])))
         if sums:
             d = _call(cls, "d_distribution", columns | {"grads": sums})
         if "centre" in rows:
@@ -291,14 +297,14 @@ def _rows_backward(cls: Any, rows: dict[str, Tensor], params: dict[str, Tensor])
 
     def at(places: Tensor, extra: Tensor) -> tuple[Tensor, Tensor]:
         z = logits.gather(1, places)
-        return places, torch.where(live, (extra - log_pi(z).exp() * total) * scale(z), 0.0)
+        return places, _if_live(rows, (extra - log_pi(z).exp() * total) * scale(z))
 
     if d is None:
         sparse = [at(tokens, coef)]
     elif "ids" not in rows:
         sparse = [at(tokens, coef + d.gather(1, tokens))]
     else:
-        ids = torch.where(live, rows["ids"], 0)
+        ids = _if_live(rows, rows["ids"])
         sparse = [at(ids, d), at(tokens, coef + torch.where(ids == tokens, d, 0.0).sum(-1, keepdim=True))]
-    rows.get("into", logits).copy_(dense.masked_fill_(~live, 0.0))
+    rows.get("into", logits).copy_(dense.masked_fill_(~rows["live"], 0.0) if "live" in rows else dense)
     return sparse

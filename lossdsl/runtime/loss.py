@@ -316,10 +316,11 @@ class PolicyLoss(torch.nn.Module):
         weight, bias = head["lm_head_weight"], head.get("bias")
         xs = (hidden, weight, bias)
         wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in xs]
-        t = temperature if isinstance(temperature, Tensor) else torch.full((), temperature, dtype=torch.float64)
         counted = _read_counts(self, counts, hidden[..., 0])
         tensors = {k: x.detach() for k, x in given.items()} | {f"count:{k}": x for k, x in counted.items()}
-        tensors["temperature"] = t.detach().to(hidden.device)
+        if isinstance(temperature, Tensor) or temperature != 1:
+            t = torch.as_tensor(temperature, dtype=torch.float64, device=hidden.device)
+            tensors["temperature"] = t.detach()
         numbers = ({} if logit_scale == 1 else {"logit_scale": float(logit_scale)}) | (
             {} if softcap is None else {"softcap": float(softcap)}
         )
