@@ -54,14 +54,18 @@ SIZES = [(rows, width) for rows in (3, 5) for width in (7, 8, 9, 16, 33, 64, 65)
 
 @pytest.mark.usefixtures("quick")
 def test_one_program_per_pass_for_all_sizes() -> None:
-    """Log-probs: one. Logits: the pass forward, the weights, the pass back."""
+    """Log-probs: one. Logits: the pass forward, the weights, the pass back; the two passes again for a temperature beside 1."""
     for rows, width in SIZES:
         call(Product(), batch(rows, width))
     assert graphs() == 1
     for rows, width in SIZES:
         call(Centred(), batch(rows, width), logits=True)
-        call(Centred(), batch(rows, width, vocab=23) | {"temperature": 0.7}, logits=True)
+        call(Centred(), batch(rows, width, vocab=23), logits=True)
     assert graphs() == 1 + 3
+    for rows, width in SIZES:
+        for temperature in (0.7, 1.3):
+            call(Centred(), batch(rows, width, vocab=23) | {"temperature": temperature}, logits=True)
+    assert graphs() == 1 + 3 + 2
 
 
 @pytest.mark.usefixtures("quick")
